@@ -191,7 +191,7 @@ METHODS = {
         tasks=TEXT,
     ),
     "lion_muon": Method(
-        "votes", partial(fn.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
+        "votes", partial(fn.contrib.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
         "lion_muon", tasks=TEXT,
     ),
     "sign_muon": Method(
@@ -199,16 +199,20 @@ METHODS = {
         "sign_muon", tasks=TEXT,
     ),
     "ef21_muon": Method(
-        "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20", "ef21_muon",
-        tasks=TEXT,
+        "sparse", partial(fn.contrib.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20",
+        "ef21_muon", tasks=TEXT,
     ),
     "dion2": Method(
-        "low rank", partial(fn.dion2, labels=labels, scale="rms_norm", **ADAM), first(0), ADAM_RATE, "1/4 of the rows",
-        "dion2, rows 1/4", tasks=TEXT,
+        "low rank",
+        partial(
+            fn.contrib.dion2, labels=labels, scale="rms_norm", weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-5)
+        ),
+        first(0), ADAM_RATE, "1/4 of the rows", "dion2, rows 1/4", tasks=TEXT,
     ),
     "muon_bp": Method(
-        "exact", partial(fn.muon_bp, labels=labels, b2=0.98, weight_decay=0.1), often, ADAM_RATE,
-        "float32, blocks between", "muon_bp", tasks=TEXT,
+        "exact",
+        partial(fn.contrib.muon_bp, labels=labels, weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-7)), often,
+        ADAM_RATE, "float32, blocks between", "muon_bp", tasks=TEXT,
     ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
@@ -275,17 +279,17 @@ METHODS = {
         alike=False,
     ),
     "des_loc": Method(
-        "local steps", partial(fn.des_loc, **ADAM), of_moments, ADAM_RATE,
+        "local steps", partial(fn.contrib.des_loc, **ADAM), of_moments, ADAM_RATE,
         f"params, moments every {H}, {3 * H}, {11 * H} steps, a warm-up of 8 %", "des_loc, without its moments",
         alike=False,
     ),
     "no_loco": Method(
-        "local steps", partial(fn.no_loco, **ADAM), rounds(), ADAM_RATE, f"pairs, {_round}", "no_loco", alike=False,
-        ends_apart=True,
+        "local steps", partial(fn.contrib.no_loco, **ADAM), rounds(), ADAM_RATE, f"pairs, {_round}", "no_loco",
+        alike=False, ends_apart=True,
     ),
     "sparta": Method(
-        "local steps", partial(fn.sparta, **ADAM), always, ADAM_RATE, "1/200 in a step, a warm-up of 8 %", "sparta",
-        alike=False, ends_apart=True,
+        "local steps", partial(fn.contrib.sparta, **ADAM), always, ADAM_RATE, "1/200 in a step, a warm-up of 8 %",
+        "sparta", alike=False, ends_apart=True,
     ),
     "powersgd_adamw": Method(
         "low rank", partial(fn.powersgd_adamw, rank=4, **ADAM), first(10), ADAM_RATE, "rank 4",
@@ -296,14 +300,14 @@ METHODS = {
         "dion, rank 1/4",
     ),
     "demo": Method(
-        "sparse", partial(fn.demo, weight_decay=0.1), first(0), 1e-2, "32 cosines of a tile", "demo", tasks=LONG
+        "sparse", partial(fn.contrib.demo, weight_decay=0.1), first(0), 1e-2, "32 cosines of a tile", "demo", tasks=LONG
     ),
-    "ef21_sgdm": Method("sparse", partial(fn.ef21_sgdm, k=0.01), first(1), 1.0, "k = 1/100", "ef21_sgdm"),
+    "ef21_sgdm": Method("sparse", partial(fn.contrib.ef21_sgdm, k=0.01), first(1), 1.0, "k = 1/100", "ef21_sgdm"),
     "lion_vote": Method(
         "votes", partial(fn.lion_vote, **LION), first(0), LION_RATE, "majority", "lion_vote"
     ),
     "signum_vote": Method(
-        "votes", partial(fn.signum_vote, weight_decay=0.1), first(0), 1e-3, "majority", "lion_vote"
+        "votes", partial(fn.contrib.signum_vote, weight_decay=0.1), first(0), 1e-3, "majority", "lion_vote"
     ),
 }  # fmt: skip
 """In the order in which tables show them."""

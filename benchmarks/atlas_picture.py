@@ -175,7 +175,7 @@ def sent(ranks: int) -> list[Method]:
     Steps that are exact, one in so many, are left out: `times` counts them as those of the warm-up, which they are.
     """
     net = network(ranks, ranks, Cost(LATENCY, 1.0))
-    made = methods(traffic.model(PARAMS), net, local_steps=H, interval=4)
+    made = methods(traffic.model(PARAMS), net, local_steps=H, interval=4, contrib=True)
     return [method._replace(exact=(), period=0) for method in made]
 
 

@@ -44,7 +44,7 @@ CHOICES = (
     Choice("matrices dominate, many ranks", "`fn.powersgd_adamw(rank=4)`", "powersgd_adamw"),
     Choice("the same, with Muon's directions", "`fn.dion(labels=fn.labels_of(model))`", "dion"),
     Choice("Muon, its state divided among ranks", "`fn.muon(codec=fn.int8())`", "muon, int8"),
-    Choice("few ranks, very slow links", "`fn.demo`", "demo"),
+    Choice("few ranks, very slow links", "`fn.contrib.demo`", "demo"),
     Choice("Lion, one bit a number", "`fn.lion_vote`", "lion_vote"),
     Choice("large batches with LAMB", "`fn.onebit_lamb`", "onebit_lamb"),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from fn.collectives.axis import Binding
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
-from fn.planner.methods import Method, kept_of_demo, parts_of
+from fn.planner.methods import Method, parts_of, rows
 from fn.planner.traffic import Model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -211,7 +211,8 @@ CONTENDERS: Mapping[str, Contender] = {
         partial(ours, without_eps(fn.lion_vote)), _method(partial(traffic.codes, codec=fn.ballots()))
     ),
     "fn DeMo": Contender(
-        partial(ours, without_eps(fn.demo)), _method(partial(traffic.in_tiles, tile=64, codec_of=kept_of_demo))
+        partial(ours, without_eps(fn.contrib.demo)),
+        _method(next(row.send for row in rows(contrib=True) if row.name == "demo")),
     ),
 }
 """What is compared, in the order in which it runs."""

@@ -79,8 +79,8 @@ class Eager:
 
 
 def ours(params: list[Tensor], values: Any) -> fn.Optimizer:
-    """Return `fn.demo` behind `fn.Optimizer`."""
-    make = partial(fn.demo, axis="data", k=KEPT, tile=TILE, keep=DECAY, values=values)
+    """Return `fn.contrib.demo` behind `fn.Optimizer`."""
+    make = partial(fn.contrib.demo, axis="data", k=KEPT, tile=TILE, keep=DECAY, values=values)
     return fn.Optimizer(params, make, schedule=fn.freeze_after(0), lr=LR, refuse_averaged=False)
 
 
@@ -101,8 +101,8 @@ def rank(index: int, options: argparse.Namespace, folder: str) -> None:
     with fn.bind({"data": dist.group.WORLD}):
         steps: dict[str, Callable[[], Any]] = {
             EAGER: eager.step,
-            "fn.demo": ours(fresh(), None).step,
-            "fn.demo, numbers in int8": ours(fresh(), fn.int8()).step,
+            "fn.contrib.demo": ours(fresh(), None).step,
+            "fn.contrib.demo, numbers in int8": ours(fresh(), fn.int8()).step,
         }
         sent = {}
         for name, step in steps.items():

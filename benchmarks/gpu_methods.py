@@ -1,4 +1,4 @@
-"""Other methods on a GPU: exchanges of local steps, low rank, cosines and votes, at two sizes of a GPT.
+"""Other methods on a GPU: exchanges of local steps, low rank and votes, at two sizes of a GPT.
 
 As in `gpu_step`, the axis has two ranks, of which the other one says what this one says. Limits are those that
 `tests/scripts/gpu_counts.py` holds for 8 ranks; time and memory are shown.
@@ -35,31 +35,15 @@ class Method(NamedTuple):
     waits: float
 
 
-
-
-def guarded(lr: float = 4e-4, *, axis: str) -> fn.Transform:
-    """Return DiLoCo whose exchanges are guarded."""
-    inner = fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
-    outer_tx = fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))
-    mean = fn.compressed_average(axis, fn.identity(), fn.off())
-    return fn.chain(fn.average(axis), fn.outer(inner, outer_tx, mean, guard=fn.norm_guard()))
-
-
 METHODS = {
     "diloco, exchange": Method(fn.diloco, EXCHANGE, 1500, 2),
-    "diloco, guarded, exchange": Method(guarded, EXCHANGE, 1500, 3),
-    "sparta, exchange": Method(fn.sparta, EXCHANGE, 10000, 3),
-    "des_loc, exchange of all": Method(fn.des_loc, Round(6, 6), 1500, 5),
     "local_sgd, exchange": Method(fn.local_sgd, EXCHANGE, 1500, 2),
     "muloco, exchange": Method(fn.muloco, EXCHANGE, 1500, 2),
     "muloco, local step": Method(fn.muloco, LOCAL_STEP, 600, 1),
     "sparse_loco, exchange": Method(fn.sparse_loco, EXCHANGE, 5000, 2),
     "powersgd_adamw": Method(fn.powersgd_adamw, C, 300, 1),
     "dion": Method(fn.dion, C, 600, 1),
-    "demo": Method(fn.demo, C, 800, 1),
-    "ef21_sgdm": Method(fn.ef21_sgdm, C, 800, 1),
     "lion_vote": Method(fn.lion_vote, C, 300, 1),
-    "signum_vote": Method(fn.signum_vote, C, 300, 1),
     "lamb": Method(fn.lamb, Phase.WARMUP, 300, 1),
 }
 QUICK = ("diloco, exchange", "powersgd_adamw")

@@ -82,7 +82,7 @@ WAYS: Mapping[str, Way] = {
     "1-bit Adam, overlapped": Way(partial(overlapped, _lazy), "onebit_adam, overlapped", partial(ours, _lazy)),
     "SDP4Bit": Way(partial(ours, sdp4bit), "SDP4Bit"),
     "PowerSGD, rank 4": Way(partial(ours, fn.powersgd_adamw), "powersgd_adamw, rank 4", state=28),
-    "DeMo": Way(partial(ours, without_eps(fn.demo)), "demo"),
+    "DeMo": Way(partial(ours, without_eps(fn.contrib.demo)), "demo"),
     "DiLoCo, float32": rounds(fn.diloco, "diloco"),
     "DiLoCo, int8": rounds(partial(fn.diloco, codec=fn.int8()), "diloco, int8"),
     "DiLoCo, 2 bits": rounds(partial(fn.diloco, codec=fn.bins(4, 6)), "diloco, 2 bits"),

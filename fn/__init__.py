@@ -1,7 +1,7 @@
 """Communication-efficient optimizers for PyTorch, as pure functions."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fn import kernels
 from fn.adapters.donate import donate
@@ -25,10 +25,9 @@ from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
-from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
+from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon, sign_muon
-from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
@@ -36,32 +35,28 @@ from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
-from fn.transforms.blocks import in_blocks
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.dion2 import scale_by_dion2
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import LowRankState, low_rank_average
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
-from fn.transforms.norm_guard import Guard, norm_guard
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import OwnedState, owned
-from fn.transforms.pair_average import own_anchors, pair_average
-from fn.transforms.primal_average import primal_average, primal_params
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.sparse_average import sparse_average
 from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
-from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
+from fn.vote_optimizers import lion_vote
 
 if TYPE_CHECKING:
     from fn import testing as testing
+
+    contrib: Any  # whose names are found when they are used
 
 __all__ = [
     "CheckpointDamaged",
@@ -70,7 +65,6 @@ __all__ = [
     "Exchange",
     "Facts",
     "Feedback",
-    "Guard",
     "Ledger",
     "LowRankState",
     "Optimizer",
@@ -107,16 +101,11 @@ __all__ = [
     "damped",
     "dct",
     "decayed",
-    "demo",
-    "des_loc",
     "differences",
     "diloco",
     "dion",
-    "dion2",
     "donate",
     "e3m0",
-    "ef21_muon",
-    "ef21_sgdm",
     "every",
     "flatten_parameters",
     "fp8",
@@ -124,7 +113,6 @@ __all__ = [
     "freeze_when_stable",
     "identity",
     "in_basis",
-    "in_blocks",
     "int4",
     "int8",
     "kernels",
@@ -132,7 +120,6 @@ __all__ = [
     "lamb",
     "ledger",
     "lift",
-    "lion_muon",
     "lion_vote",
     "local_momentum",
     "local_sgd",
@@ -141,25 +128,18 @@ __all__ = [
     "mask",
     "muloco",
     "muon",
-    "muon_bp",
-    "no_loco",
-    "norm_guard",
     "off",
     "onebit_adam",
     "onebit_lamb",
     "orthogonalize",
     "outer",
-    "own_anchors",
     "owned",
-    "pair_average",
     "partition",
     "periodic",
     "periods",
     "permute",
     "pmean",
     "powersgd_adamw",
-    "primal_average",
-    "primal_params",
     "psum",
     "rank_dims",
     "reduce_scatter_mean",
@@ -167,7 +147,6 @@ __all__ = [
     "running_sum",
     "scale",
     "scale_by_adam",
-    "scale_by_dion2",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",
@@ -181,12 +160,9 @@ __all__ = [
     "sharded_onebit_adam",
     "sign",
     "sign_muon",
-    "signum_vote",
     "simulate",
     "skip_nonfinite",
-    "sparse_average",
     "sparse_loco",
-    "sparta",
     "stateless",
     "tiles",
     "top_k",
@@ -201,6 +177,6 @@ if not TYPE_CHECKING:  # a checker would take every misspelt name of fn for Any
 
     def __getattr__(name: str) -> object:
         """Import a package that `import fn` does not load, when it is first used."""
-        if name in ("testing",):
+        if name in ("contrib", "testing"):
             return importlib.import_module(f"fn.{name}")
         raise AttributeError(f"module 'fn' has no attribute {name!r}")

@@ -16,7 +16,6 @@ from fn.collectives.feedback import classic, decayed, off
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average, compressed_average
-from fn.transforms.average_params import average_params
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
 from fn.transforms.fragments import Fragments
@@ -24,9 +23,7 @@ from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.momentum import trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.outer import Store, outer
-from fn.transforms.pair_average import own_anchors, pair_average
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.sparse_average import sparse_average
 from fn.transforms.unsharded import Shards, labelled, unsharded
 
 Tree = Any
@@ -299,124 +296,6 @@ def muloco(
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=True)
     tx = outer(inner, outer_tx, _mean(axis, codec, None, servers), fragments=fragments, alpha=alpha)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
-
-
-def sparta(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    *,
-    axis: AxisNames,
-    density: float = 0.005,
-    seed: int = 0,
-) -> Transform:
-    """SPARTA: AdamW on each rank, and in every step the average of another small share of the params.
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.sparta(0.1, axis="data", density=1 / 3), fn.every(1)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.7536, -0.7125,  0.4447])
-
-    Args:
-        lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate times 0.6. axis: the ranks that train
-            together.
-        density, seed: which share of the params, as for `sparse_average`.
-    Returns: a transform with a warm-up, exact, and rounds; `every(1)` is its schedule. The ranks' params differ in what
-        was not averaged lately, and nothing in the state is what they agree on.
-
-    Paper: Beton et al., SPARTA: Improving the efficiency of distributed training using sparse parameter averaging
-        (2025).
-    Differs: as `sparse_average`: as many numbers in each step, of which no mask is sent.
-    """
-    adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
-    tx = average_params(adamw, sparse_average(axis, density, seed=seed))
-    return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
-
-
-def des_loc(
-    lr: float | Tensor = 4e-4,
-    b1: float = 0.95,
-    b2: float = 0.99,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    *,
-    axis: AxisNames,
-) -> Transform:
-    """DES-LoC: AdamW on each rank; params and both moments are averaged, each at a period of its own.
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.des_loc(0.1, axis="data"), fn.periods(2, 4, 8)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.2121, -0.9443,  0.9443])
-
-    Args: lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.
-    Returns: a transform with a warm-up, exact, and rounds; `periods(64, 192, 692)` is its schedule: the slower a moment
-        changes, the more rarely it is averaged.
-
-    Paper: Iacob et al., DES-LoC (arXiv 2505.22549), algorithm 1.
-    Differs: a moment is averaged after the step that its period ends with; the paper averages the moment of the last
-        step just before it is used, which is one step later.
-    """
-    adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
-    return agreed(skip_nonfinite(chain(average(axis), average_params(adamw, sparse_average(axis, 1.0)))), axis)
-
-
-def no_loco(
-    lr: float | Tensor = 4e-4,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    *,
-    axis: str,
-    outer_lr: float | Tensor = 0.7,
-    outer_momentum: float = 0.5,
-    pull: float = 0.9,
-    seed: int = 0,
-) -> Transform:
-    """NoLoCo: local AdamW steps, then an exchange with one other rank, another one each time; no global exchange.
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.no_loco(0.1, axis="data"), fn.every(5)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.1634, -0.6737,  0.6737])
-
-    Args:
-        lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.
-        outer_lr, outer_momentum: of the outer step. pull: how strongly the anchors of a pair attract each other, in
-            units of the outer rate. seed: of the pairs, which follow from it and from the number of the exchange.
-    Returns: a transform with a warm-up, exact, and rounds; `every(50)` is its schedule. The ranks' params and anchors
-        differ for good, by less the more they exchange.
-
-    Paper: Kolehmainen et al., NoLoCo (arXiv 2506.10911): b <- mu b + lr d + gamma (x - mean x); x <- x - b.
-    Differs: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
-    """
-    adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
-    outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=False)
-    return agreed(own_anchors(average(axis), adamw, outer_tx, pair_average(axis, pull=pull, seed=seed)), axis)
 
 
 def _outer_sgd(outer_lr: float | Tensor, outer_momentum: float, nesterov: bool) -> Transform:

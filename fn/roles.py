@@ -49,8 +49,11 @@ class Roles(NamedTuple):
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet.
     counts: the number of steps behind the moments, 0-d; weights: what first and second moment have gathered,
         1 - b ** steps, 0-d float64.
-    difference: the difference to the anchor, which a weight multiplies before it is sent; weight: what a guard
-        multiplies it by in place of that, 0-d.
+    difference: the difference to the anchor, which a weight multiplies before it is sent; in the state of an average,
+        0-d numbers that are 1 where it is noted, and are multiplied with it.
+    lasting: what an average keeps also where the exchange is left out, and all else of its state stays: turns, or norms
+        that the ranks told each other.
+    out: whether an average left out this rank's difference, 0-d bool; the rank goes on from the anchor.
     outliers: how many ranks' differences were left out of the last mean, and the first of these ranks, 0-d int64.
     owned: what one rank has for all, tensors without elements elsewhere; plan: on which rank it is.
     others: states of other links, which check their tensors themselves.
@@ -66,7 +69,8 @@ class Roles(NamedTuple):
     shard: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     difference: tuple[str, ...] = ()
-    weight: tuple[str, ...] = ()
+    lasting: tuple[str, ...] = ()
+    out: tuple[str, ...] = ()
     outliers: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()

@@ -206,7 +206,7 @@ class Every:
 
 
 def periods(params: int, first_moment: int, second_moment: int, *, start: int = 0) -> Schedule:
-    """Warm up for `start` steps, then average params and moments, each every so many steps: of `fn.des_loc`.
+    """Warm up for `start` steps, then average params and moments, each every so many steps: of `average_params`.
 
     After step t, counted from `start`, params are averaged if t + 1 is a multiple of `params`, and so are the moments.
     `Round(n, n)` says by the bits of n + 1 what is averaged: 1 the params, 2 first moments, 4 second moments.
@@ -248,7 +248,7 @@ class Periods:
 def periodic(period: int) -> Schedule:
     """Take one step in so many in the warm-up, which is exact, and those between in the compressed phase.
 
-    Of methods with two rules over one momentum, such as `fn.lion_muon`: a costly one now and then, a cheap one between.
+    Of methods with two rules over one momentum: a costly one now and then, a cheap one between.
 
         >>> import fn
         >>> "".join(fn.periodic(3)(step).name[0] for step in range(8))          # Warm-up, Compressed

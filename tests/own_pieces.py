@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 import fn
 from fn import Round, tree
+from fn.base import missing
 from fn.collectives.codecs.codec import Segments, pack, segmented, unpack
 from fn.transforms.bases import Basis
 
@@ -130,7 +131,7 @@ class WindowHistory(NamedTuple):
 
 def window_guard(
     threshold: float, alpha: float, warmup: int, temperature: float | None, clip: float | None, *, leaves_out: bool
-) -> fn.Guard:
+) -> Any:
     """Guard as the authors of EDiT do in their code: by a threshold that widens with the deviation of recent scores.
 
     An outlier's norm is told to its history with a million added. Without a temperature norms themselves are weights.
@@ -159,7 +160,26 @@ def window_guard(
         new = WindowHistory(history.count + 1, mean, variance, history.recent)
         return new._replace(recent=torch.cat([history.recent[1:], score(norm, new).view(1)]))
 
-    return fn.Guard(init, is_outlier, weights, told, clip)
+    return fn.contrib.Guard(init, is_outlier, weights, told, clip)
+
+
+def guarded_diloco(
+    lr: float | Tensor = 4e-4, *, axis: str, guard: dict[str, Any] | None = None, outer_lr: float = 0.7,
+    outer_momentum: float = 0.9, weight_decay: float = 0.1, **settings: Any,
+) -> fn.Transform:  # fmt: skip
+    """Return DiLoCo's chain with a guard around its average. guard: of `norm_guard`. settings: of `outer`."""
+    mean = fn.compressed_average(axis, fn.identity(), fn.off())
+    adamw = fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr))
+    outer_tx = fn.chain(fn.trace(outer_momentum, nesterov=True), fn.scale_by_learning_rate(outer_lr))
+    tx = fn.outer(adamw, outer_tx, fn.contrib.norm_guard(mean, **(guard or {})), **settings)
+    return fn.skip_nonfinite(fn.chain(fn.average(axis), tx))
+
+
+def averaged_along_the_way(lr: float | Tensor = 1e-3, *, axis: str) -> fn.Transform:
+    """Return AdamW's chain with the average of its params along the way."""
+    inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+    tx = fn.chain(fn.average(axis), fn.contrib.primal_average(inner))
+    return fn.skip_nonfinite(tx._replace(compressed_update=missing(fn.Phase.COMPRESSED, "an exact average")))
 
 
 class MetState(NamedTuple):

@@ -1,8 +1,9 @@
 """Every named optimizer, and what may be asked of it.
 
 `test_contract.py` holds each of `OPTIMIZERS` to the same contract. `OTHERS` promise less, or something else, in tests
-of their own. What is asked of `EVERY` one of them: steps that are the same under any default device and dtype, and that
-stay on the device of their tensors. `test_optimizers.py` refuses a named optimizer that is in neither.
+of their own; so do `CONTRIB`, of which those that send codes are held to `test_contract_of_codes.py`. What is asked of
+`EVERY` one of them: steps that are the same under any default device and dtype, and that stay on the device of their
+tensors. `test_optimizers.py` refuses a named optimizer that is in none.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import chains
+import own_pieces
 import pytest
 
 import fn
 from fn import Phase, Round
+from fn.base import facts_of
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -107,32 +109,61 @@ OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
     Named("muon, of shards", muon_of_shards, CODED, fn.freeze_after(2), replicated=False, divided=True),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
-    Named("lion_muon", fn.lion_muon, CODED, fn.periodic(3)),
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
-    Named("ef21_muon", fn.ef21_muon, CODED, fn.freeze_after(2)),
-    Named("dion2", fn.dion2, CODED, fn.freeze_after(2)),
-    Named("muon_bp", fn.muon_bp, CODED, fn.periodic(3)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
-    Named(
-        "diloco, guarded", partial(chains.diloco, guard=fn.norm_guard()), ROUNDS, fn.every(3, start=2), replicated=False
-    ),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("des_loc", fn.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
-    Named("no_loco", fn.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("sparta", partial(fn.sparta, density=0.2), ROUNDS, fn.every(1, start=2), replicated=False),
     Named("onebit_adam, fp8", partial(fn.onebit_adam, codec=fn.fp8()), CODED, fn.freeze_after(2)),
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
-    Named("demo", partial(fn.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
-    Named("ef21_sgdm", partial(fn.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
     Named("lion_vote", fn.lion_vote, CODED, fn.freeze_after(2)),
-    Named("signum_vote", fn.signum_vote, CODED, fn.freeze_after(2)),
 )
 
-EVERY = (*OPTIMIZERS, *OTHERS)
+CONTRIB = (
+    Named("demo", partial(fn.contrib.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
+    Named("des_loc", fn.contrib.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
+    Named("dion2", fn.contrib.dion2, CODED, fn.freeze_after(2)),
+    Named("ef21_muon", partial(fn.contrib.ef21_muon, codec=fn.top_k(0.2)), CODED, fn.freeze_after(2)),
+    Named("ef21_sgdm", partial(fn.contrib.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
+    Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
+    Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
+    Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("norm_guard", own_pieces.guarded_diloco, ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("primal_average", own_pieces.averaged_along_the_way, (Phase.WARMUP,), lambda step: Phase.WARMUP),
+    Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
+    Named("sparta", partial(fn.contrib.sparta, density=0.5), ROUNDS, fn.every(3, start=2), replicated=False),
+)
+"""The methods of `fn.contrib`: whoever deletes one deletes its line here."""
+
+CONTRIB_ROUNDS = tuple(method for method in CONTRIB if Round() in method.phases)
+
+APART = tuple(method for method in CONTRIB_ROUNDS if facts_of(method.make(axis="data")).unequal)
+"""Methods whose ranks agree on nothing."""
+
+CONTRIB_LINKS: Mapping[str, Callable[[str], fn.Transform]] = {
+    "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
+    "own_anchors": lambda axis: fn.contrib.own_anchors(
+        fn.average(axis), fn.scale_by_learning_rate(0.1), fn.scale_by_learning_rate(0.1), fn.contrib.pair_average(axis)
+    ),
+    "pair_average": lambda axis: fn.contrib.pair_average(axis),
+    "primal_average": lambda axis: fn.contrib.primal_average(fn.scale_by_learning_rate(0.1)),
+    "scale_by_dion2": lambda axis: fn.mask(
+        fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+    ),
+    "sparse_average": lambda axis: fn.contrib.sparse_average(axis, 1 / 3),
+}
+"""The links of `fn.contrib`, over an axis, for `test_facts.py`."""
+
+EVERY = (*OPTIMIZERS, *OTHERS, *CONTRIB)
+
+CODES = (
+    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "lion_vote")),
+    Named("sign_muon, directions", partial(fn.sign_muon, votes="directions"), CODED, fn.freeze_after(2)),
+    *(optimizer for optimizer in CONTRIB if optimizer.phases == CODED),
+)
+"""What `test_contract_of_codes.py` holds to its contract: all ranks have the same params behind codes of any kind."""
 
 each_of_all = pytest.mark.parametrize("optimizer", EVERY, ids=[optimizer.name for optimizer in EVERY])
 

@@ -205,8 +205,6 @@ NEED_PARAMS = {
     "diloco": fn.diloco(0.1, axis="data"),
     "muloco": fn.muloco(0.1, axis="data"),
     "sparse_loco": fn.sparse_loco(0.1, axis="data"),
-    "sparta": fn.sparta(0.1, axis="data"),
-    "no_loco": fn.no_loco(0.1, axis="data"),
 }
 
 

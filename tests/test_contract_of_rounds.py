@@ -15,6 +15,7 @@ from typing import Any
 import chains
 import pytest
 import ranks
+import registry
 import torch
 import torch.distributed as dist
 from test_transactions import bits, same
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import fn
 from fn import Round, tree
+from fn.base import facts_of
 from fn.transforms.average_params import AverageParamsState
 
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,), "hollow": (3, 0), "kernel": (2, 3, 4)}
@@ -36,15 +38,15 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(3, start=2)),
     "sparse_loco": (partial(chains.sparse_loco, k=4, tile=4), fn.every(3, start=2)),
     "muloco": (partial(chains.muloco, codec=fn.bins(4, 6)), fn.every(3, start=2)),
-    "guarded": (partial(chains.diloco, guard=fn.norm_guard(temperature=1.0, clip=1.0)), fn.every(3, start=2)),
-    "sparta": (partial(fn.sparta, density=0.5), fn.every(3, start=2)),
-    "des_loc": (fn.des_loc, fn.periods(3, 3, 6, start=2)),
-    "no_loco": (fn.no_loco, fn.every(3, start=2)),
+    **{method.name: (method.make, method.schedule) for method in registry.CONTRIB_ROUNDS},
 }  # fmt: skip
-APART = ("no_loco", "sparta")
+MADE = {name: make(0.02, axis="data") for name, (make, _) in METHODS.items()}
+APART = tuple(method.name for method in registry.APART)
 """Methods whose ranks agree on nothing; no exchange makes their params the same."""
-WITHOUT_ANCHOR = ("sparta", "des_loc")
-LEFT_OUT_BY_ALL = tuple(name for name in METHODS if name not in (*APART, "des_loc", "guarded"))
+WITHOUT_ANCHOR = tuple(name for name, tx in MADE.items() if tree.instances(tx.init([]), AverageParamsState))
+LEFT_OUT_BY_ALL = tuple(
+    name for name in METHODS if name not in (*APART, *WITHOUT_ANCHOR) and not facts_of(MADE[name]).tree
+)
 """Methods of which all ranks leave out an exchange where one rank's params are not finite, in the same round."""
 FIRST = 4
 """The step with the first exchange, or its end; further ones follow in each third step."""
@@ -243,11 +245,6 @@ OTHERS = {
     "tile": ("sparse_loco", {"tile": 8}),
     "h": ("diloco", {"schedule": fn.every(4, start=2)}),
     "delay": ("diloco", {"schedule": fn.every(3, delay=1, start=2)}),
-    "threshold": ("guarded", {"guard": fn.norm_guard(threshold=2.0, temperature=1.0, clip=1.0)}),
-    "density": ("sparta", {"density": 0.25}),
-    "seed": ("sparta", {"seed": 1}),
-    "pull": ("no_loco", {"pull": 0.5}),
-    "first_moment": ("des_loc", {"schedule": fn.periods(3, 6, 6, start=2)}),
 }
 SAID = {"outer_lr": "lr", "outer_momentum": "decay", "momentum": "decay", "feedback": "off", "store": "dtype"}
 """What a hyper-parameter is called in the link that it goes into, or its value."""

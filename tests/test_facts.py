@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+import registry
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -43,25 +44,20 @@ LINKS: dict[str, Make] = {
     "add_decayed_weights": lambda axis: fn.add_decayed_weights(0.1),
     "apply_mask": lambda axis: fn.apply_mask([torch.tensor([[1.0], [0.0], [1.0]]), None]),
     "average": fn.average,
-    "average_params": lambda axis: fn.average_params(sgd(axis), fn.sparse_average(axis, 1.0)),
+    "average_params": lambda axis: fn.average_params(sgd(axis), mean(axis)),
     "clip_by_global_norm": lambda axis: fn.clip_by_global_norm(0.1),
     "compressed_average": mean,
     "in_basis": lambda axis: fn.in_basis(fn.tiles(2), fn.chain()),
-    "in_blocks": lambda axis: fn.in_blocks(fn.trace(0.9), 2),
     "local_momentum": lambda axis: fn.local_momentum(0.5),
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
     "orthogonalize": lambda axis: fn.mask(fn.orthogonalize(), [True, False]),
     "outer": lambda axis: fn.outer(sgd(axis), sgd(axis), mean(axis)),
-    "own_anchors": lambda axis: fn.own_anchors(fn.average(axis), sgd(axis), sgd(axis), fn.pair_average(axis)),
     "owned": lambda axis: fn.owned(fn.adamw(0.1), axis),
-    "pair_average": fn.pair_average,
     "partition": lambda axis: fn.partition({"matrix": fn.trace(0.9), "vector": fn.scale(2.0)}, labels),
-    "primal_average": lambda axis: fn.primal_average(sgd(axis)),
     "running_sum": lambda axis: fn.running_sum(),
     "scale": lambda axis: fn.scale(0.5),
     "scale_by_adam": lambda axis: fn.scale_by_adam(),
-    "scale_by_dion2": lambda axis: fn.mask(fn.scale_by_dion2(axis), [True, False]),
     "scale_by_learning_rate": lambda axis: fn.scale_by_learning_rate(0.1),
     "scale_by_lion": lambda axis: fn.scale_by_lion(),
     "scale_by_muon": lambda axis: fn.mask(fn.scale_by_muon(), [True, False]),
@@ -74,28 +70,28 @@ LINKS: dict[str, Make] = {
     "scale_by_zero_one_adam": lambda axis: fn.scale_by_zero_one_adam(0.1, sync=fn.chain()),
     "sharded": lambda axis: fn.sharded(fn.adamw(0.1), axis),
     "skip_nonfinite": lambda axis: fn.skip_nonfinite(fn.trace(0.9)),
-    "sparse_average": lambda axis: fn.sparse_average(axis, 1 / 3),
     "trace": lambda axis: fn.trace(0.9),
     "unfrozen": lambda axis: fn.unfrozen(fn.scale_by_adam()),
     "unsharded": lambda axis: fn.unsharded(fn.scale(2.0), axis),
     "a link that says nothing": lambda axis: fn.lift(lambda params: (), lambda u, state, params: (u, state)),
     "one that is element-wise": lambda axis: fn.stateless(lambda u, p: tree.map(torch.neg, u), elementwise=True),
+    **registry.CONTRIB_LINKS,
 }
 """Each link of `fn`, over an axis."""
 
 WHOLE = {
-    "apply_mask", "clip_by_global_norm", "in_basis", "in_blocks", "low_rank_average", "mask", "orthogonalize", "owned",
-    "partition", "scale_by_dion2", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape",
+    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned",
+    "partition", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape",
     "scale_by_sign with noise", "scale_by_trust_ratio", "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
 
 OVER_THE_AXIS = {
-    "average", "average_params", "compressed_average", "low_rank_average", "outer", "own_anchors", "owned",
-    "pair_average", "scale_by_dion2", "sharded", "sparse_average",
+    "average", "average_params", "compressed_average", "low_rank_average", "outer", "owned",
+    "sharded",
 }  # fmt: skip
 
-ROUNDS = {"average_params", "outer", "own_anchors"}
+ROUNDS = {"average_params", "outer"}
 """Those that take rounds."""
 
 each_link = pytest.mark.parametrize("name", LINKS)
@@ -116,10 +112,11 @@ def test_every_link_is_listed():
 @each_link
 def test_a_link_says_what_it_is(name):
     facts = facts_of(LINKS[name]("data"))
-    assert bool(facts.whole) == (name in WHOLE)
-    assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
-    assert facts.shards == (("data",) if name == "unsharded" else ())
-    assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
+    if name not in registry.CONTRIB_LINKS:
+        assert bool(facts.whole) == (name in WHOLE)
+        assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
+        assert facts.shards == (("data",) if name == "unsharded" else ())
+        assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
     assert facts_of(fn.chain(fn.average("node"), fn.skip_nonfinite(LINKS[name]("data")))).whole == facts.whole
 
 
@@ -180,8 +177,6 @@ def test_in_a_mask_or_a_partition_it_is_what_it_is_on_these_leaves_alone(name):
     grads = [[g[0]] for g in GRADS]
     if name in ("orthogonalize", "scale_by_muon"):
         one = getattr(fn, name)
-    if name == "scale_by_dion2":
-        one = lambda: fn.scale_by_dion2("data")  # noqa: E731
     with fn.collectives.axis.Binding({"data": fn.collectives.axis.Axis(1, torch.tensor(0), "alone")}):
         wanted = updates_of(one(), [PARAMS[0]], grads)
         masked = updates_of(fn.mask(one(), [True, False]), PARAMS, GRADS)

@@ -14,6 +14,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from test_contract_of_rounds import (
+    APART,
     FIRST,
     METHODS,
     WITHOUT_ANCHOR,
@@ -95,7 +96,7 @@ def killed(name: str, delay: int) -> tuple[str, tuple[int, ...], bool, int]:
         pytest.param(name, delay, marks=[] if name == "diloco in signs" else [pytest.mark.reliability])
         for name in AT_ONCE
         for delay in (0, 2)
-        if not (delay and name in (*WITHOUT_ANCHOR, "no_loco"))  # whose averages have no delay, or go by their turn
+        if not (delay and name in (*WITHOUT_ANCHOR, *APART))  # whose averages have no delay, or go by their turn
     ],
 )
 def test_a_rank_that_is_killed_is_named_and_the_others_keep_their_local_steps(name, delay):

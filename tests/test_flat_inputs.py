@@ -41,8 +41,7 @@ CASES: dict[str, tuple[Callable[[], Transform], Sequence[Phase]]] = {
     "zero_one_adam": (partial(fn.zero_one_adam, axis="data"), [W, L, C, L, C]),
     "loco_adamw": (partial(fn.loco_adamw, axis="data"), [W, C, C]),
     "diloco": (partial(fn.diloco, axis="data", codec=fn.sign(), servers=False), [W, L, C, C]),
-    "sparta": (partial(fn.sparta, axis="data", density=0.2), [W, L, C, C]),
-    "demo": (partial(fn.demo, axis="data", k=2, tile=4), [C, C]),
+    "in a basis": (lambda: fn.in_basis(fn.dct(4), lambda n: SIGNS(servers=False)), [C, C]),
     "lion_vote": (partial(fn.lion_vote, axis="data"), [C, C]),
 }
 

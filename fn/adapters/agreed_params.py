@@ -40,9 +40,8 @@ def agreed_params(optimizer: Core) -> Iterator[None]:
     To go on training from, save outside of it: a checkpoint of a rank has its own params.
 
     Args: optimizer: an `fn.Optimizer`. While the context lasts it refuses to step or to load, with a RuntimeError.
-    Raises: TypeError for another optimizer; ValueError for `fn.sparta`, `fn.des_loc` and `fn.no_loco`, whose states
-        hold nothing that all ranks agree on, and for a transform of one's own whose class of states says
-        `local_params`.
+    Raises: TypeError for another optimizer; ValueError where states hold nothing that all ranks agree on, as those of
+        `fn.average_params` and of a transform of one's own whose class of states says `local_params`.
 
     >>> import torch, fn
     >>> from functools import partial

@@ -65,13 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=LOCAL_STEPS)  # fmt: skip
     add("--rank", units.rank, "R", "rank of factors, such as 4, or 1/4 of the smaller side (default: 4 for "
         "powersgd_adamw, 1/4 for dion)")  # fmt: skip
-    add("--density", units.part, "PART", "part of the numbers that ef21_sgdm, ef21_muon, demo, sparse_loco and sparta "
-        "send, such as 1/100 (default: 1/100, 1/20, 1/128, 1/32 and 1/200)")  # fmt: skip
+    add("--density", units.part, "PART", "part of the numbers that methods send which send few of them, such as 1/100 "
+        "(default: each method's own, 1/32 for sparse_loco)")  # fmt: skip
     add("--steps", units.count, "N", f"optimizer's steps after which --probe stops (default: {probe.STEPS})",
         default=probe.STEPS)  # fmt: skip
     parser.add_argument("--dtype", choices=sorted(WIDTHS), help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
+    parser.add_argument("--contrib", action="store_true", help="compare the methods of fn.contrib, too")
     parser.add_argument("--all", action="store_true", help="show methods on every topology, not on the fastest only")
     parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
@@ -228,7 +229,7 @@ def _show(
     arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, memory: float,
     coding: Callable[[Network], Mapping[str, float]],
 ) -> None:  # fmt: skip
-    more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density")}
+    more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density", "contrib")}
 
     def plan_on(net: Network) -> Plan:
         compared = methods(model, net, **more)
@@ -248,7 +249,8 @@ def _show(
         Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
-        table = rows(arguments.interval, max(2, arguments.local_steps), arguments.rank, arguments.density)
+        given = arguments.interval, max(2, arguments.local_steps), arguments.rank, arguments.density
+        table = rows(*given, contrib=arguments.contrib)
         tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
             table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,

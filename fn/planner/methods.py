@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
 from typing import NamedTuple
 
 from fn.collectives.codecs.ballots import ballots
@@ -35,14 +37,8 @@ EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
 momentum and anchor are read and written, params written."""
 
-SHARE = 16.0
-"""Bytes per parameter of an average of a share: params are read and written, and once more where that is committed."""
-
-PERIOD = 5
-"""Steps from one whole step of `fn.lion_muon` to the next."""
-
 TILE = 64
-"""The side of the tiles of `fn.demo` and `fn.sparse_loco`."""
+"""The side of the tiles of `fn.sparse_loco`."""
 
 SIGN, INT4, INT8, FP8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), fp8(), bins(4, 6), e3m0(), ballots()
 ROTATED, COARSE = rotated(int4(128)), int4(2048)
@@ -126,12 +122,6 @@ def label(name: str, topology: str) -> str:
 
 
 @cache
-def kept_of_demo(n: int, kept: int = 32) -> Codec:
-    """Return what `fn.demo` sends by default of a chunk of n cosines."""
-    return top_k(min(kept, n), n)
-
-
-@cache
 def kept_of_sparse_loco(n: int, kept: int = 128) -> Codec:
     """Return what `fn.sparse_loco` sends by default of a chunk of n differences."""
     return top_k(max(1, round(n * kept / TILE**2)), n, values=BINS)
@@ -186,31 +176,54 @@ class Row(NamedTuple):
         return min(int(self.delay * interval), interval - 1)
 
 
+class Options(NamedTuple):
+    """What rows are made with.
+
+    interval: of 0/1 Adam. local_steps: of a round. rank: of factors; None is each method's default. density: the part
+    of the numbers that is sent where few of them are; None is each method's default.
+    """
+
+    interval: int = INTERVAL
+    local_steps: int = LOCAL_STEPS
+    rank: int | float | None = None
+    density: float | None = None
+
+
 def rows(
     interval: int = INTERVAL,
     local_steps: int = LOCAL_STEPS,
     rank: int | float | None = None,
     density: float | None = None,
+    *,
+    contrib: bool = False,
 ) -> list[Row]:
     """Return the table of all methods.
 
-    Args: interval: of 0/1 Adam. local_steps: of a round. rank: of factors; None is each method's default. density: the
-        part of the numbers that is sent where few of them are; None is each method's default.
+    Args: interval, local_steps, rank, density: as for `Options`. contrib: whether the methods of `fn.contrib` are in
+        it, whose files have their rows.
     """
+    options = Options(interval, local_steps, rank, density)
+    return _core_rows(options) + (_rows_of_contrib(options) if contrib else [])
+
+
+def _rows_of_contrib(options: Options) -> list[Row]:
+    """Return what the files of `fn.contrib` make of this module and the options in their function `plan_rows`."""
+    files, here = import_module("fn.contrib").modules(), sys.modules[__name__]
+    return [row for file in files if hasattr(file, "plan_rows") for row in file.plan_rows(here, options)]
+
+
+def _core_rows(options: Options) -> list[Row]:
+    interval, local_steps, rank, density = options
     codes, low_rank = traffic.codes, traffic.low_rank
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     in_bytes = partial(codes, codec=INT8)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
-    part, more, some = (default if density is None else density for default in (0.01, 0.05, 0.005))
-    of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
-    cosines = partial(traffic.in_tiles, tile=TILE, codec_of=partial(kept_of_demo, kept=of_demo))
-    of_squares = partial(kept_of_sparse_loco, kept=of_sparse)
+    of_squares = partial(kept_of_sparse_loco, kept=128 if density is None else max(1, round(density * TILE**2)))
     largest = partial(traffic.in_tiles, tile=TILE, codec_of=of_squares, squares=True)
-    largest_rows = partial(traffic.largest_rows, fraction=0.25)
     rare = partial(Row, interval=interval)
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
-    exactly, votes = traffic.exact, partial(codes, codec=BALLOTS)
+    votes = partial(codes, codec=BALLOTS)
     return [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
@@ -233,17 +246,8 @@ def rows(
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
         Row("muon", traffic.owned, 16, compressed=False, two_level=False),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
-        Row(
-            "lion_muon", partial(traffic.apart, hidden=votes, other=votes), 16, coded=24,
-            exact=partial(traffic.apart, hidden=exactly, other=exactly), period=PERIOD,
-        ),
         Row("sign_muon", votes, 16, coded=24),
-        Row("ef21_muon", partial(traffic.largest, fraction=more), 96, two_level=False, fits=_can_be_searched),
-        Row("dion2, rows 1/4", partial(traffic.apart, hidden=largest_rows, other=exactly), 48),
-        Row("muon_bp", traffic.exact, 16, compressed=False),
-        Row("lion_vote", votes, coded=24, alike=("signum_vote",)),
-        Row("demo", cosines, 120),
-        Row("ef21_sgdm", partial(traffic.largest, fraction=part), 80, two_level=False, fits=_can_be_searched),
+        Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),
         round_("diloco, int8, delayed", in_bytes, coded=36, delay=0.25),
@@ -252,9 +256,6 @@ def rows(
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
-        round_("des_loc, without its moments", partial(traffic.share, density=1.0)),
-        round_("no_loco", traffic.pairs, passes=EXCHANGE + 32, two_level=False),
-        Row("sparta", partial(traffic.share, density=some), SHARE, local=True),
     ]
 
 
@@ -262,7 +263,8 @@ def _is_wide(model: Model) -> bool:
     return model.width > 2
 
 
-def _can_be_searched(model: Model) -> bool:
+def can_be_searched(model: Model) -> bool:
+    """Return whether torch finds the largest elements of the longest tensor."""
     return max(model.lengths) <= LONGEST
 
 
@@ -282,12 +284,13 @@ def methods(
     local_steps: int = LOCAL_STEPS,
     rank: int | float | None = None,
     density: float | None = None,
+    contrib: bool = False,
 ) -> list[Method]:
     """Return all methods on all topologies that the network has.
 
     Args: bucket: bytes of gradients in a part of an overlapped method. The rest as for `rows`.
     """
-    table = [row for row in rows(interval, local_steps, rank, density) if row.fits(model)]
+    table = [row for row in rows(interval, local_steps, rank, density, contrib=contrib) if row.fits(model)]
     on_all = [method(row, model, net.world, bucket) for row in table]
     if net.nodes == 1 or net.per_node == 1:
         return on_all

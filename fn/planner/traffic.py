@@ -143,19 +143,6 @@ def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message
     return [*_rows("local", "all_to_all", local, shard), *between, *_rows("local", "all_gather", local, shard)]
 
 
-def share(shapes: Model, ranks: Ranks, density: float) -> list[Message]:
-    """Return an average of one number of each 1/density, as `fn.sparse_average` sends it, in float32 at least."""
-    piece = max(1, round(1 / density))
-    sent = sum(-(-n // piece) * times for n, times in shapes.lengths.items())
-    return exact(Model(((sent,),), max(4, shapes.width)), ranks)
-
-
-def pairs(shapes: Model, ranks: int) -> list[Message]:
-    """Return what `fn.pair_average` sends to one other rank: differences and anchors."""
-    size = 2 * shapes.params * max(4, shapes.width)
-    return [Message("data", "permute", size)] if ranks > 1 else []
-
-
 def codes(
     shapes: Model, ranks: Ranks, codec: Codec, *, layout: str = "flat", servers: bool = True
 ) -> list[Message]:
@@ -226,16 +213,6 @@ def largest(shapes: Model, ranks: int, fraction: float) -> list[Message]:
         index = (n - 1).bit_length() if kept < n else 0
         row += times * (-(-kept * index // 8) + kept * max(4, shapes.width))
     return _rows("data", "all_gather", ranks, row)
-
-
-def largest_rows(shapes: Model, ranks: Ranks, fraction: float) -> list[Message]:
-    """Return what `fn.scale_by_dion2` sends of matrices: the sizes of all rows of the smaller side, and some rows."""
-    sizes, chosen = 0, 0
-    for shape, times in shapes.runs:
-        rows, length = sorted(shape)
-        sizes, chosen = sizes + rows * times, chosen + math.ceil(round(fraction * rows, 6)) * length * times
-    width = max(4, shapes.width)  # momenta of half precision are float32
-    return [m for n in (sizes, chosen) if n for m in exact(Model(((n,),), width), ranks)]
 
 
 def sharded_momentum(shapes: Model, ranks: Ranks, codec: Codec) -> list[Message]:

@@ -52,6 +52,7 @@ AVERAGED = tuple(
     rank_local=("inner", "dropped"),
     local_params=True,
     dropped=("dropped",),
+    left_out=("left_out",),
     watched=("fine",),
     others=("inner", "sync"),
 )
@@ -60,7 +61,8 @@ class AverageParamsState(NamedTuple):
 
     inner: the state of the inner optimizer, each rank's own. sync: the states of the transform that averages: of the
     params, and of first and second moments where there are any. alone: local steps since the warm-up, 0-d int64.
-    dropped: local steps that this rank left out because they were not finite, 0-d int64. fine: 0, or NaN in a warm-up
+    dropped: local steps that this rank left out because they were not finite, 0-d int64. left_out: averages that all
+    ranks left out because they were not finite, 0-d int64. fine: 0, or NaN in a warm-up
     step that is not finite, 0-d.
     """
 
@@ -68,6 +70,7 @@ class AverageParamsState(NamedTuple):
     sync: Tree
     alone: Tensor
     dropped: Tensor
+    left_out: Tensor
     fine: Tensor
 
 
@@ -79,7 +82,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
 
         >>> import torch, fn
         >>> sgd = fn.scale_by_learning_rate(0.5)
-        >>> tx = fn.average_params(sgd, fn.sparse_average("data", 1.0))
+        >>> tx = fn.average_params(sgd, fn.compressed_average("data", fn.identity(), fn.off()))
         >>> def train(g):                                     # of each rank
         ...     p, state = torch.zeros(1), tx.init(torch.zeros(1))
         ...     for step in range(4):
@@ -91,12 +94,13 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
                 [-4.]])
 
     The warm-up is the inner optimizer's, on gradients that a link in front averages. A rank leaves out a local step
-    that is not finite alone, and counts it. An average has no delay.
+    that is not finite alone, and counts it. An average that is not finite is left out by all, and counted. An average
+    has no delay. Half precision is averaged in float32.
 
     Args:
         inner: the optimizer of the local steps, a chain that ends in a learning rate and does not communicate.
-        sync: the transform whose compressed phase averages, and leaves out a mean that is not finite, as
-            `sparse_average` does.
+        sync: the transform whose compressed phase averages. One whose ranks get other numbers (`Facts.unequal`), as of
+            an average of a share, leaves out by itself what is not finite: one rank could not tell.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the average of the params.
     Raises: TypeError or ValueError that names the argument; from the update of a round, ValueError if the inner
         optimizer has no moments of the kind that is to be averaged.
@@ -107,17 +111,17 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     check_inner(inner)
     check_sync(sync)
     inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
-    shards = facts_of(inner).shards
+    shards, unequal = facts_of(inner).shards, facts_of(sync).unequal
 
     def init(params: Tree) -> AverageParamsState:
         tree.check_real(params, "params")
         inner_state = inner.init(params)
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
-        alone, dropped = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+        alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
         kinds = params, *(roles.find(inner_state, kind) for kind in ("first_moment", "second_moment"))
-        syncs = tuple(sync.init(kind) if tree.leaves(kind) else () for kind in kinds)
+        syncs = tuple(sync.init(_wide(kind)) if tree.leaves(kind) else () for kind in kinds)
         fine = torch.zeros((), dtype=torch.float32, device=device)
-        return AverageParamsState(inner_state, syncs, alone, dropped, fine)
+        return AverageParamsState(inner_state, syncs, alone, dropped, left_out, fine)
 
     def warmup(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
         check_state(state, AverageParamsState)
@@ -144,7 +148,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     def averaged(number: int, params: Tree, state: AverageParamsState) -> tuple[Tree, AverageParamsState]:
         if number >= len(AVERAGED):
             raise ValueError(expected("phase.begin", f"a number below {len(AVERAGED)}", f"{number}"))
-        inner_state, syncs = state.inner, [*state.sync]
+        inner_state, syncs, left_out = state.inner, [*state.sync], state.left_out
         for kind in AVERAGED[number]:
             place = ("params", "first_moment", "second_moment").index(kind)
             before = params if kind == "params" else roles.find(inner_state, kind)
@@ -153,12 +157,18 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
                 raise ValueError(expected("phase", wanted, f"Round({number}, {number})"))
             if not tree.leaves(before):
                 continue
-            after, syncs[place] = sync.compressed_update(before, syncs[place], before)
+            wide = _wide(before)
+            after, of_sync = sync.compressed_update(wide, syncs[place], wide)
+            if not unequal:
+                ok = all_finite(tree.leaves(after))
+                after, of_sync = _chosen(ok, after, wide), _chosen(ok, of_sync, syncs[place])
+                left_out = left_out + (~ok).to(left_out)
+            after, syncs[place] = tree.map(lambda new, old: new.to(old.dtype), after, before), of_sync
             if kind == "params":
                 params = after
             else:
                 inner_state = roles.replace(inner_state, kind, partial(_next, iter(after)))
-        return params, state._replace(inner=inner_state, sync=tuple(syncs))
+        return params, state._replace(inner=inner_state, sync=tuple(syncs), left_out=left_out)
 
     def begin(number: int, state: AverageParamsState, params: Tree) -> tuple[Tree, AverageParamsState]:
         check_state(state, AverageParamsState)
@@ -176,6 +186,15 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     rule = PlainWarmup(inner.warmup_update)
     together = Step(rule, warmup, lambda state, read: check_alike(read(state.alone)))
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
+
+
+def _wide(values: Tree) -> Tree:
+    """Return tensors of half precision in float32, and others as they are."""
+    return tree.map(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), values)
+
+
+def _chosen(ok: Tensor, new: Tree, old: Tree) -> Tree:
+    return tree.map(lambda x, y: torch.where(ok.to(x.device), x, y), new, old)
 
 
 def _next(values: Iterator[Tree], old: Tree) -> Tree:

@@ -40,7 +40,6 @@ from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
-from fn.transforms import norm_guard
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import Fragments, fragment_places, places_in, put
@@ -57,7 +56,7 @@ Tree = Any
 
 
 @declare(
-    rank_local=("inner", "dropped"),
+    rank_local=("inner", "dropped", "sound"),
     local_params=True,
     agreed=lambda state, params: tree.leaves(state.anchor) if float(state.alone) else None,
     difference=("pending",),
@@ -79,7 +78,7 @@ class OuterState(NamedTuple):
     dropped: local steps that this rank left out because they were not finite, 0-d int64.
     left_out: exchanges that all ranks left out because a mean or an outer step was not finite, 0-d int64.
     begun: whether an exchange has begun and not ended, 0-d bools, one per fragment.
-    guard: what the guard knows of norms, per fragment; () without a guard.
+    sound: whether this rank's difference in the exchange that has begun is finite, 0-d bools, one per fragment.
     """
 
     inner: Tree
@@ -91,7 +90,7 @@ class OuterState(NamedTuple):
     dropped: Tensor
     left_out: Tensor
     begun: Tree
-    guard: Tree = ()
+    sound: Tree
 
 
 Store = torch.dtype | Literal["cpu"] | None
@@ -131,7 +130,6 @@ def outer(
     alpha: float = 0.0,
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
-    guard: norm_guard.Guard | None = None,
 ) -> Transform:
     """Take local steps by one optimizer, and now and then a common step by another: DiLoCo and its family.
 
@@ -175,12 +173,10 @@ def outer(
             anchor, mean and outer state are kept in the host's memory, where outer steps are taken; an exchange then
             waits for the device, to see whether the mean is finite.
         on_skip: what becomes of the params where a mean or an outer step is not finite. All ranks then leave out the
-            exchange: anchor, outer state and residual errors stay bitwise. "keep": the ranks go on with their params. A
-            rank whose params or inner state are not finite takes the anchor and a fresh inner state. "anchor": all
-            ranks go back to the anchor in this fragment, and the steps since are lost.
-        guard: which differences count in the mean, and how much, by their norms: `norm_guard()`. A rank whose
-            difference is left out goes on from the anchor, and so do all where an exchange is left out. None: all
-            differences count alike, and one that is not finite makes all ranks leave out the exchange.
+            exchange: anchor, outer state and residual errors stay bitwise. "keep": the ranks go on with their params.
+            "anchor": all ranks go back to the anchor in this fragment, and the steps since are lost. In either case,
+            and also where a `sync` left its difference out of the mean, a rank whose difference, params or inner state
+            are not finite takes the anchor and a fresh inner state.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the exchange of fragment 0. Where an
         exchange begins or ends it returns new params, elsewhere updates. A round that ends an exchange that did not
         begin moves nothing, so params that join in between start with the next exchange. A rank leaves out a local step
@@ -190,8 +186,8 @@ def outer(
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512), algorithm 2:
         fragments, alpha, and the delay, which is `fn.every`'s.
     """
-    check_outer(inner, outer_tx, sync, fragments, alpha, store, on_skip, guard)
-    move, axes = moves_of(outer_tx), facts_of(sync).axes
+    check_outer(inner, outer_tx, sync, fragments, alpha, store, on_skip)
+    move = moves_of(outer_tx)
     inner_phase, inside = local_phase(inner), facts_of(inner).axes
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
     shards = facts_of(inner).shards
@@ -212,9 +208,9 @@ def outer(
         outer_states = tuple(outer_tx.init([x.to(host) for x in part]) if part else () for part in parts)
         sync_states = tuple(sync.init(part) if part else () for part in parts)
         begun = tuple(torch.zeros((), dtype=torch.bool, device=device) if part else () for part in parts)
-        guards = () if guard is None else tuple(norm_guard.start(guard, device) if part else () for part in parts)
+        sound = tuple(torch.ones((), dtype=torch.bool, device=device) if part else () for part in parts)
         states = inner.init(params), anchor, pending, outer_states, sync_states
-        return OuterState(*states, alone, dropped, left_out, begun, guards)
+        return OuterState(*states, alone, dropped, left_out, begun, sound)
 
     def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
         updates, params = check_arguments(updates, state, params, OuterState, "anchor")
@@ -249,7 +245,7 @@ def outer(
         return params, tree.leaves(params), places_in(fragments, params, number, field)
 
     def difference(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
-        """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs."""
+        """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs, and whether it is finite."""
         params, leaves, places = chosen(number, state, params, "begin")
         if not places:
             return params, state
@@ -258,14 +254,18 @@ def outer(
         starts = [anchor[i].to(p).to(pending[i].dtype) for i, p in zip(places, here, strict=True)]  # on their device
         steps = lists.elementwise(rules.plus, (starts, here), -1.0)
         # one rank's alone would be left out of the mean of its place only, and the places' anchors would part for good
-        fine = true_on_all(all_finite(steps), inside, device_of(leaves)) if inside else None
-        if fine is not None and not known(fine):
-            steps = [torch.where(fine.to(x.device), x, torch.nan) for x in steps]
+        sound = true_on_all(all_finite(steps), island, device_of(leaves))
+        if island and not known(sound):
+            steps = [torch.where(sound.to(x.device), x, torch.nan) for x in steps]
         steps = [alike(x.to(host)) for x in steps]
-        begun = _with(state.begun, number, torch.ones_like(state.begun[number]))
-        state = state._replace(pending=tree.unflatten(structure, put(pending, places, steps)), begun=begun)
-        if guard is not None:
-            state = state._replace(guard=_with(state.guard, number, norm_guard.noted(state.guard[number], steps)))
+        # numbers of the average that belong to a difference: a weight multiplies them with it, from 1 on
+        of_sync = roles.replace(state.sync[number], "difference", torch.ones_like)
+        state = state._replace(
+            pending=tree.unflatten(structure, put(pending, places, steps)),
+            sync=_with(state.sync, number, of_sync),
+            begun=_with(state.begun, number, torch.ones_like(state.begun[number])),
+            sound=_with(state.sound, number, alike(sound.to(state.sound[number].device))),
+        )
         return params, state
 
     def mean(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
@@ -275,16 +275,12 @@ def outer(
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
         steps, before = [pending[i].to(leaves[i].device) for i in places], state.sync[number]
-        if guard is not None:
-            steps, of_guard = norm_guard.weighed(guard, state.guard[number], steps, axes)
-            state = state._replace(guard=_with(state.guard, number, of_guard))
         averaged, after = sync.compressed_update(steps, before, [anchor[i] for i in places])
         averaged = [alike(x) for x in tree.leaves(averaged)]
         ok = true_on_all(all_finite(averaged), shards, device_of(leaves))
-        if guard is not None:
-            averaged = norm_guard.clipped(guard, averaged)
-            ok = ok & ~state.guard[number].nobody.to(ok.device)
+        lasting = iter(roles.find(after, "lasting"))
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
+        after = roles.replace(after, "lasting", lambda old: next(lasting))
         pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, averaged, strict=True)])
         pending = tree.unflatten(structure, pending)
         return params, state._replace(pending=pending, sync=_with(state.sync, number, after))
@@ -304,11 +300,13 @@ def outer(
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
-        ok = ok if guard is None else ok & ~state.guard[number].nobody.to(ok.device)
         ok = true_on_all(ok, island, device_of(leaves))
         taken = ok & begun.to(ok.device)
-        if read(taken):  # then nothing below is selected, which would take a pass and memory for each tensor
-            ok = taken = torch.ones_like(taken, device="cpu")
+        sound = counts = (state.sound[number] | ~begun).to(ok.device)
+        for out in roles.find(state.sync[number], "out"):
+            counts = counts & ~out.to(ok.device)
+        if read(taken & counts):  # then nothing below is selected, which would take a pass and memory for each tensor
+            ok = taken = sound = counts = torch.ones_like(taken, device="cpu")
             after = stored
         else:
             outer_state = tree.map(lambda new, old: _chosen(taken, new, old), outer_state, state.outer[number])
@@ -323,20 +321,16 @@ def outer(
         )
         anchors = [x.to(leaves[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
         moved = [_between(x, leaves[i], alpha) for i, x in zip(places, anchors, strict=True)]
-        counts = None if guard is None else ~state.guard[number].out  # whether this rank's difference is in the mean
-        if counts is not None and not read(counts):
-            counts = counts.to(ok.device)
-            moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
-            ok = ok & counts
-        elif _is_known(taken):
+        if _is_known(taken & counts):
             return tree.unflatten(structure, put(leaves, places, moved)), state
+        moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
         instead = [leaves[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
-        if on_skip == "anchor" or guard is not None:
+        if on_skip == "anchor":
             instead = [_chosen(begun, x.to(p), p) for x, p in zip(after, instead, strict=True)]
         moved = put(leaves, places, [_chosen(taken, x, old) for x, old in zip(moved, instead, strict=True)])
-        unharmed = ok | ~begun.to(ok.device)
+        unharmed = (ok & counts) | ~begun.to(ok.device)
         if not _is_known(unharmed):
-            moved, state = _healed(inner, island, unharmed, leaves, moved, state)
+            moved, state = _healed(inner, island, unharmed, sound, leaves, moved, state)
         return tree.unflatten(structure, moved), state
 
     exchange = Exchange(difference, mean, outer_step, partial(check_schedule, fragments))
@@ -344,24 +338,24 @@ def outer(
     alone = alone_by(inner.update(inner_phase))
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if inner_phase in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(local_params=True, inside=inside), *map(facts_of, (inner, outer_tx, sync)))
-    facts = facts if guard is None else merged(facts, Facts(whole=("norm_guard",), tree=("norm_guard",)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 
 
 def _healed(
-    inner: Transform, island: Sequence[str], ok: Tensor, params: list[Tensor], moved: list[Tensor], state: OuterState
-) -> tuple[list[Tensor], OuterState]:
-    """Where an exchange was left out, give a rank that is not finite the anchor and a fresh inner state.
+    inner: Transform, island: Sequence[str], ok: Tensor, sound: Tensor, params: list[Tensor], moved: list[Tensor],
+    state: OuterState,
+) -> tuple[list[Tensor], OuterState]:  # fmt: skip
+    """Give a rank that is not finite the anchor and a fresh inner state, where an exchange was left out.
 
-    Also where only its own difference was. Its params would otherwise make every later mean not finite, and no exchange
-    would ever be taken again.
+    Also where only its own difference was not finite, and the average left that out. Its params would otherwise make
+    every later mean not finite, and no exchange would ever be taken again.
 
-    Args: island: axes whose ranks do it together. ok: where nothing was left out, 0-d. params, moved: before the outer
-        step and after it.
+    Args: island: axes whose ranks do it together. ok: where nothing was left out, 0-d. sound: where this rank's
+        difference was finite, 0-d. params, moved: before the outer step and after it.
     """
     is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
-    fine = ok.to(is_finite.device) | is_finite
+    fine = sound.to(is_finite.device) & (ok.to(is_finite.device) | is_finite)
     anchor, structure = tree.flatten(state.anchor)
     moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
     fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))

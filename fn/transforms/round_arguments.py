@@ -29,28 +29,25 @@ from fn.schedules import Every, Schedule
 from fn.transforms.average import Average
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import check_fragments
-from fn.transforms.norm_guard import Guard
 
 
 def check_outer(
-    inner: Any, outer_tx: Any, sync: Any, fragments: Any, alpha: Any, store: Any, on_skip: Any, guard: Any
+    inner: Any, outer_tx: Any, sync: Any, fragments: Any, alpha: Any, store: Any, on_skip: Any
 ) -> None:
     """Refuse what `outer` cannot take, with a TypeError or ValueError that names the argument."""
     check_inner(inner, sync)
     check_outer_tx(outer_tx)
     check_sync(sync)
     if facts_of(sync).unequal:  # the anchor is taken to be the same on all ranks, and they would drift apart in silence
-        cure = "with an average of pairs write fn.own_anchors(average, inner, outer_tx, sync)"
-        raise ValueError(expected("sync", "an average that is the same on all ranks", "one that differs", cure))
+        raise ValueError(expected("sync", "an average that is the same on all ranks", "one that differs"))
     check_fragments(fragments)
     check_interval("alpha", alpha, "[0, 1]")
     check_store(store)
     if on_skip not in ("keep", "anchor"):
         raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
-    check_guard(guard, sync)
-    if guard is not None and (inside := facts_of(inner).axes):
-        got = f"one beside an inner optimizer that communicates over {', '.join(map(repr, inside))}"
-        raise ValueError(expected("guard", "None", got, "give inner no axis, or leave out the guard"))
+    if (names := facts_of(sync).tree) and (inside := facts_of(inner).axes):
+        got = f"{_named(names)} beside an inner optimizer that communicates over {_named(inside)}"
+        raise ValueError(expected("sync", "an average of each tensor by itself", got, "give inner no axis"))
 
 
 def check_schedule(fragments: Any, schedule: Schedule) -> None:
@@ -140,17 +137,6 @@ def check_sync(sync: Any) -> None:
     if links_of(sync.warmup_update) and not links_of(sync.compressed_update):
         cure = "for the exact mean write fn.compressed_average(axis, fn.identity(), fn.off())"
         raise ValueError(expected("sync", "an average in the compressed phase", "one in the warm-up only", cure))
-
-
-def check_guard(guard: Any, sync: Transform) -> None:
-    """Refuse what is no guard, or one beside an average that does not say over which axes it is."""
-    if guard is None:
-        return
-    if not isinstance(guard, Guard):
-        raise TypeError(expected("guard", "what fn.norm_guard returns, or None", type(guard).__name__))
-    if facts_of(sync).silent:
-        cure = "give it facts=fn.Facts(axes=(...,)), for norms are compared over the same axes"
-        raise ValueError(expected("sync", "an average that names its axes, for there is a guard", "one without", cure))
 
 
 def check_store(store: Any) -> None:

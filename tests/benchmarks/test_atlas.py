@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from registry import EVERY
+from registry import OPTIMIZERS, OTHERS
 
 import fn
 from fn.planner.methods import methods
@@ -32,7 +32,7 @@ from paired import rate_at  # noqa: E402
 
 
 def test_every_named_optimizer_has_a_row() -> None:
-    assert {named.name.split(",")[0] for named in EVERY} <= {name.split(",")[0] for name in METHODS}
+    assert {named.name.split(",")[0] for named in (*OPTIMIZERS, *OTHERS)} <= {name.split(",")[0] for name in METHODS}
 
 
 def row(method: str, lr: float, loss: float | None, seed: int = 0, workers: int = 4) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_the_planner_knows_the_step_of_every_method(name: str) -> None:
 def test_warm_up_and_messages_are_as_large_as_the_planner_says(name: str) -> None:
     method, ranks, shapes = METHODS[name], 4, ((64, 64), (64,), (256, 64))
     net = network(ranks, ranks, Cost(0.0, 1.0))
-    made = plan(methods(Model(shapes), net, local_steps=H, interval=4), net, 1.0, 1, memory=1.0)
+    made = plan(methods(Model(shapes), net, local_steps=H, interval=4, contrib=True), net, 1.0, 1, memory=1.0)
     params = {f"blocks.{i}" if len(shape) == 2 else "bias": torch.ones(shape) for i, shape in enumerate(shapes)}
     tx = method.make(lr=1e-3, axis="data")
 

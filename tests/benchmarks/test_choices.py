@@ -17,14 +17,16 @@ import atlas  # noqa: E402
 import choices  # noqa: E402
 from atlas_methods import METHODS  # noqa: E402
 
-NAMED = {name: name for name, method in METHODS.items() if hasattr(fn, name) and name != "adamw" and method.tasks}
+MADE = {name: getattr(fn, name, None) or getattr(fn.contrib, name, None) for name in METHODS}
+NAMED = {name: name for name, method in METHODS.items() if MADE[name] and name != "adamw" and method.tasks}
 NAMED |= {"muloco": "muloco, 2 bits"}
+MADE["muloco"] = fn.muloco
 """By the name of an optimizer: its row of the atlas, of those that have run."""
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_docstring_says_which_learning_rate_to_start_with(name: str) -> None:
-    said = re.search(r"start with AdamW's rate(?: times (\d+(?:\.\d+)?))?", " ".join(getattr(fn, name).__doc__.split()))
+    said = re.search(r"start with AdamW's rate(?: times (\d+(?:\.\d+)?))?", " ".join(MADE[name].__doc__.split()))
     assert said is not None
     assert float(said[1] or 1) == choices.start(atlas.read(atlas.FULL), NAMED[name])
 

@@ -109,7 +109,7 @@ def demo(case: Case) -> tuple[fn.Transform, Any, Any]:
     h = case.hyper
     side = partial(largest_divisor, h["compression_chunk"])
     b, k, basis = h["compression_decay"], h["compression_topk"], fn.dct(side)
-    tx = fn.demo(h["lr"], h["weight_decay"], axis="data", k=k, tile=side, keep=b)
+    tx = fn.contrib.demo(h["lr"], h["weight_decay"], axis="data", k=k, tile=side, keep=b)
 
     def momenta(state: Tree) -> list[Tensor]:
         """Return the errors, which lie in the basis chunk length by chunk length, as tensors."""
@@ -137,7 +137,7 @@ def ef21(case: Case) -> tuple[fn.Transform, Any, Any]:
     h = case.hyper
     k, block, count = h.get("k", h.get("density")), h.get("block"), ["ef21", "ef21_sgdm", "ef21_sgd2m"].index(h["rule"])
     if count == 1:
-        tx = fn.ef21_sgdm(h["lr"], h["eta"], axis="data", k=k, block=block)
+        tx = fn.contrib.ef21_sgdm(h["lr"], h["eta"], axis="data", k=k, block=block)
     else:
         mean = fn.compressed_average("data", fn.top_k(k, block), fn.differences(), servers=False)
         momenta = [fn.local_momentum(h.get("eta", 1.0))] * count
@@ -161,7 +161,7 @@ def votes(case: Case) -> tuple[fn.Transform, Any, Any]:
     if h.get("rule", "lion") == "lion":
         tx = fn.lion_vote(lr, *h["betas"], decay, axis="data", ties="plus" if mean else ties, servers=not mean)
     elif ties == "plus":
-        tx = fn.signum_vote(lr, h["betas"][0], decay, axis="data", ties=ties)
+        tx = fn.contrib.signum_vote(lr, h["betas"][0], decay, axis="data", ties=ties)
     else:  # the mean of the ballots is 0 at a tie, and so is its sign
         vote = fn.compressed_average("data", fn.ballots("plus"), fn.off(), servers=False)
         links = fn.local_momentum(1 - h["betas"][0]), vote, fn.scale_by_sign(), fn.add_decayed_weights(decay)

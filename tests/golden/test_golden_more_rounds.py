@@ -29,7 +29,6 @@ import fn
 from fn import Round, tree
 from fn.collectives.codecs.codec import unpack
 from fn.transforms.average_params import AverageParamsState
-from fn.transforms.pair_average import OwnAnchorState
 
 
 class Method(NamedTuple):
@@ -103,7 +102,7 @@ def coded(case: Case) -> Method:
 
 def desloc(case: Case) -> Method:
     periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
-    return Method(fn.average_params(adamw(case), fn.sparse_average("data", 1.0)), fn.periods(*periods))
+    return Method(fn.average_params(adamw(case), fn.contrib.sparse_average("data", 1.0)), fn.periods(*periods))
 
 
 def noloco(case: Case, *, over_rate: bool = True) -> Method:
@@ -116,8 +115,8 @@ def noloco(case: Case, *, over_rate: bool = True) -> Method:
         return [next(p for group in groups for p in group if rank in group and p != rank) for rank in range(ranks)]
 
     pull = outer["gamma"] / outer["lr"] if over_rate else outer["gamma"]
-    mean = fn.pair_average("data", pull=pull, pairs=partners)
-    tx = fn.own_anchors(fn.average("data"), adamw(case), rule, mean)
+    mean = fn.contrib.pair_average("data", pull=pull, pairs=partners)
+    tx = fn.contrib.own_anchors(fn.average("data"), adamw(case), rule, mean)
     return Method(tx, fn.every(case.hyper["H"]), momentum=outer["lr"])
 
 
@@ -157,7 +156,7 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
         assert (sent.total > 0) == (when.begin is not None)
         assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
         own = outer_state(state)
-        whose = rank if isinstance(own, OwnAnchorState) else (rank or 0)
+        whose = rank if "anchor" in fn.roles.rank_local(own) else (rank or 0)
         (mu,), (nu,) = tree.fields(own.inner, "mu"), tree.fields(own.inner, "nu")
         for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
             worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
@@ -261,7 +260,7 @@ def of_noloco() -> pytest.MarkDecorator:
 def test_the_recorded_gamma_is_pull_times_the_outer_rate(case: Case) -> None:
     """With gamma itself as `pull` the params leave the recorded ones; with gamma / lr the run is replayed above.
 
-    Differs: fn.local_optimizers.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
+    Differs: fn.contrib._no_loco.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
     """
     method = noloco(case, over_rate=False)
     with pytest.raises(AssertionError, match=r"p0\.param row \d+: off by"):

@@ -62,14 +62,14 @@ def labels(case: Case) -> list[str]:
 def test_lion_muon_follows_its_authors_code(row: dict[str, Any]) -> None:
     """Whose ranks average gradients; a momentum of each rank has the same mean.
 
-    Differs: fn.muon_variant_optimizers.lion_muon: ranks vote between; in the authors' code they average gradients
+    Differs: fn.contrib._lion_muon.lion_muon: ranks vote between; in the authors' code they average gradients
         exactly in every step. Every rank takes Muon's step of all matrices; there owners take it, and an all-reduce
         adds up their updates.
     """
     case = loaded(row)
     hyper, others = case.hyper, case.places("adamw")
     lr = hyper["lr"]
-    tx = fn.lion_muon(
+    tx = fn.contrib.lion_muon(
         lr, hyper["beta1"], hyper["beta2"], hyper["weight_decay"], axis="data", labels=labels(case),
         lion_rate=hyper["lion_lr"] / lr, votes=False, other=fn.scale_by_adam(*hyper["betas"], hyper["eps"]),
         other_rate=hyper["scalar_lr"] / lr,
@@ -117,7 +117,7 @@ def mean_sign() -> fn.Codec:
 def test_signs_of_muon_follow_their_authors_code(row: dict[str, Any]) -> None:
     """Where ties are 0, without servers; with an odd number of ranks there are none.
 
-    Differs: fn.muon_variant_optimizers.ef21_muon: ranks add up what all send and take the step themselves; in the paper
+    Differs: fn.contrib._ef21_muon.ef21_muon: ranks add up what all send and take the step themselves; in the paper
         a server takes it and sends the model back, in codes as well.
     """
     case = loaded(row)
@@ -126,7 +126,7 @@ def test_signs_of_muon_follow_their_authors_code(row: dict[str, Any]) -> None:
     same: dict[str, Any] = {"axis": "data", "scale": None, "flatten": True}
     if variant.startswith("ef21"):
         beta = 1 - hyper["mu"]
-        tx = fn.ef21_muon(hyper["lr"], beta, hyper["weight_decay"], codec=mean_sign(), sends=sent, **same)
+        tx = fn.contrib.ef21_muon(hyper["lr"], beta, hyper["weight_decay"], codec=mean_sign(), sends=sent, **same)
     else:
         servers = case.world % 2 == 1
         tx = chains.sign_muon(hyper["lr"], hyper["mu"], hyper["weight_decay"], votes=sent, servers=servers, **same)
@@ -141,8 +141,8 @@ def test_ef21_muon_follows_the_equations_of_its_paper(row: dict[str, Any]) -> No
     """Both ways: params, clients' models, momenta, what was sent of them, and its sum."""
     case = loaded(row)
     hyper = case.hyper
-    tx = fn.ef21_muon(
-        hyper["lr"], hyper["beta"], hyper["weight_decay"], hyper["eps"], axis="data", codec=fn.top_k(hyper["density"]),
+    tx = fn.contrib.ef21_muon(
+        hyper["lr"], hyper["beta"], hyper["weight_decay"], axis="data", codec=fn.top_k(hyper["density"]),
         scale=None,
     )  # fmt: skip
     back = None if hyper["down"] == 1 else fn.top_k(hyper["down"])
@@ -161,17 +161,18 @@ def test_ef21_muon_follows_the_equations_of_its_paper(row: dict[str, Any]) -> No
 def test_dion2_follows_its_authors_code(row: dict[str, Any]) -> None:
     """In the warm-up, in which rows are chosen as there; cut into shards, of which as many are chosen each, too.
 
-    Differs: fn.transforms.dion2.scale_by_dion2: ranks send chosen rows of momenta of their own, and choose by the mean
+    Differs: fn.contrib._dion2.scale_by_dion2: ranks send chosen rows of momenta of their own, and choose by the mean
         of their sizes; in the authors' code they average all gradients first.
     """
     case = loaded(row)
     hyper, others, lr = case.hyper, case.places("adamw"), case.hyper["lr"]
     in_shards = hyper["shard"] is not None
-    tx = fn.dion2(
-        lr, hyper["ef_decay"], hyper["weight_decay"], *hyper["betas"], hyper["eps"], axis="data", labels=labels(case),
+    tx = fn.contrib.dion2(
+        lr, hyper["ef_decay"], hyper["weight_decay"], axis="data", labels=labels(case),
         fraction=hyper["fraction"], side="rows" if in_shards else "smaller",
-        blocks=case.world if in_shards and hyper["scope"] == "local" else 1, other_rate=hyper["scalar_lr"] / lr,
-        scale=hyper["adjust_lr"], coefficients=hyper["newton_schulz"],
+        blocks=case.world if in_shards and hyper["scope"] == "local" else 1,
+        other=fn.scale_by_adam(*hyper["betas"], hyper["eps"]), other_rate=hyper["scalar_lr"] / lr,
+        scale=hyper["adjust_lr"],
     )  # fmt: skip
     for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
         rows = roles.find(state.inner["muon"], "first_moment")[0]
@@ -188,9 +189,9 @@ def test_dion2_follows_its_authors_code(row: dict[str, Any]) -> None:
 def test_muon_bp_follows_the_equations_of_its_paper(row: dict[str, Any]) -> None:
     case = loaded(row)
     hyper = case.hyper
-    tx = fn.muon_bp(
-        hyper["lr"], hyper["mu"], hyper["weight_decay"], eps=hyper["eps"], axis="data", dim=hyper["shard"],
-        block_rate=hyper["block_lr"] / hyper["lr"], nesterov=hyper["nesterov"],
+    tx = fn.contrib.muon_bp(
+        hyper["lr"], hyper["mu"], hyper["weight_decay"], axis="data", dim=hyper["shard"],
+        block_rate=hyper["block_lr"] / hyper["lr"],
     )  # fmt: skip
     for t, params, state in replayed(case, tx, fn.periodic(hyper["period"])):
         for i, (p, m) in enumerate(zip(params, roles.find(state, "first_moment")[0], strict=True)):
@@ -202,7 +203,7 @@ def test_muon_bp_follows_the_equations_of_its_paper(row: dict[str, Any]) -> None
 def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> None:
     case = loaded(row)
     hyper, rate = case.hyper, fn.scale_by_learning_rate(case.hyper["lr"])
-    average = fn.primal_average(
+    average = fn.contrib.primal_average(
         fn.chain(fn.scale_by_adam(*hyper["betas"], hyper["eps"]), rate),
         interpolation=hyper["mu_y"],
         averaging=hyper["mu_x"],
@@ -211,7 +212,7 @@ def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> No
     )
     tx = fn.skip_nonfinite(fn.chain(fn.average("data"), average))
     for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
-        found = {"param": params, "x": fn.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
+        found = {"param": params, "x": fn.contrib.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
         found |= {"momentum": tree.fields(state, "mu")[0], "variance": tree.fields(state, "nu")[0]}
         for name, leaves in found.items():
             for i, x in enumerate(leaves):

@@ -59,19 +59,20 @@ def units(case: Case) -> list[list[int]]:
 
 
 def edit(case: Case) -> fn.Transform:
-    """Guard each unit, a fragment of its own: as `fn.norm_guard` does, or as the authors' code."""
+    """Guard each unit, a fragment of its own: as `fn.contrib.norm_guard` does, or as the authors' code."""
     hyper, number = case.hyper, {i: u for u, places in enumerate(units(case)) for i in places}
     if case.row["method"] == "edit_paper":
-        guard = fn.norm_guard(**hyper["detector"], far=None, temperature=hyper["temperature"], clip=hyper["clip"])
+        rest = {"far": None, "temperature": hyper["temperature"], "clip": hyper["clip"]}
+        sync = fn.contrib.norm_guard(exact(), **hyper["detector"], **rest)
     else:
         rest = {"temperature": hyper["temperature"], "clip": hyper["clip"], "leaves_out": hyper["skip"]}
-        guard = window_guard(**hyper["detector"], **rest)
+        sync = fn.contrib.guarded(exact(), window_guard(**hyper["detector"], **rest))
     return fn.outer(
         inner_of(hyper["inner"]),
         sgd(hyper["outer"]),
-        exact(),
+        sync,
         fragments=lambda params: [number[i] for i in range(len(params))],
-        guard=guard,
+        on_skip="anchor",
     )
 
 
@@ -93,7 +94,7 @@ def replay_edit(case: Case, step: Any, state: Any, params: list[Tensor], rank: i
         if not ends:
             continue
         for u, places in enumerate(units(case)):
-            (momenta,), of_unit = tree.fields(state.outer[u], "mu"), state.guard[u]
+            (momenta,), of_unit = tree.fields(state.outer[u], "mu"), state.sync[u]
             for place, i in enumerate(places):
                 worst.append(case.off(state.anchor[i], f"p{i}.anchor", row, rank or 0))
                 worst.append(case.off(momenta[place], f"p{i}.outer_momentum", row, rank or 0))
@@ -207,7 +208,7 @@ AVERAGED = [case for case in CASES if case.row["method"] == "gpa"]
 
 @pytest.mark.parametrize("case", IN_ROUNDS, ids=[case.row["name"] for case in IN_ROUNDS])
 def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
-    """The authors' form of EDiT by a guard of one's own, since `fn.norm_guard` has not what is wrong with it."""
+    """The authors' form of EDiT by a guard of one's own, for `fn.contrib.norm_guard` has not what is wrong."""
     method = METHODS[case.row["method"]]
     assert 0 < method.replay(case, *in_simulation(case, method.first(case), method.of_rank)) <= 1
 
@@ -221,12 +222,12 @@ def replay_on_rank(case: Case, rank: int) -> float:
 def test_averages_along_the_way_are_the_recorded_ones(case: Case) -> None:
     """Where the rate is constant, as here, its square cancels.
 
-    Differs: fn.transforms.primal_average.primal_average: averaging=None weighs all steps alike; the authors' code
+    Differs: fn.contrib._primal_average.primal_average: averaging=None weighs all steps alike; the authors' code
         weighs them by the square of the largest learning rate so far, which is the same where the rate is constant.
     """
     hyper, start, gradients = case.hyper["gpa"], case.each("init"), case.gradients(None)
     rate, free = fn.scale_by_learning_rate(hyper["lr"]), hyper["type"] == "schedule_free"
-    average = fn.primal_average(
+    average = fn.contrib.primal_average(
         fn.chain(fn.scale_by_adam(hyper["beta1"], hyper["beta2"]), rate),
         interpolation=hyper["train_interp_coeff"],
         averaging=None if free else hyper["eval_interp_coeff"],
@@ -244,7 +245,7 @@ def test_averages_along_the_way_are_the_recorded_ones(case: Case) -> None:
     run, worst = fn.simulate(step, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims)), [0.0]
     for t in range(int(case.hyper["steps"])):
         params, state = run(gradients(t, params), state, params)
-        found = {"param": params, "average": fn.primal_params(state, params)}
+        found = {"param": params, "average": fn.contrib.primal_params(state, params)}
         found |= {"z": tree.fields(state, "fast")[0], "exp_avg": tree.fields(state, "mu")[0]}
         for name, leaves in {**found, "exp_avg_sq": tree.fields(state, "nu")[0]}.items():
             worst += [case.off(x, f"p{i}.{name}", t, 0) for i, x in enumerate(leaves)]

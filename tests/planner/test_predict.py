@@ -314,5 +314,4 @@ def test_ranks_of_factors_and_density_are_what_is_sent():
     )
     assert many["powersgd_adamw, rank 8"] == pytest.approx(8 * few["powersgd_adamw, rank 1"], rel=1e-3)
     assert many["dion, rank 8"] == many["powersgd_adamw, rank 8"]
-    for name in ("ef21_sgdm", "demo", "sparse_loco"):
-        assert many[name] == pytest.approx(16 * few[name], rel=0.1)
+    assert many["sparse_loco"] == pytest.approx(16 * few["sparse_loco"], rel=0.1)

@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from registry import OPTIMIZERS
+from registry import CODES, OPTIMIZERS
 
 import fn
 from fn import Phase, tree
@@ -21,15 +21,9 @@ from fn import Phase, tree
 PARAMS = {"w": torch.linspace(-1, 1, 20).view(5, 4), "b": torch.linspace(0.5, 1, 4), "s": torch.tensor(0.3)}
 METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
     **{optimizer.name: (optimizer.make, optimizer.schedule) for optimizer in OPTIMIZERS},
-    **{
-        make.__name__: (make, fn.freeze_after(10))
-        for make in (fn.powersgd_adamw, fn.dion, fn.demo, fn.ef21_sgdm, fn.lion_vote, fn.signum_vote)
-    },
-    "lion_muon": (fn.lion_muon, fn.periodic(3)),
-    "sign_muon": (fn.sign_muon, fn.freeze_after(10)),
-    "ef21_muon": (fn.ef21_muon, fn.freeze_after(10)),
-    "dion2": (fn.dion2, fn.freeze_after(10)),
-    "muon_bp": (fn.muon_bp, fn.periodic(3)),
+    **{method.name: (method.make, method.schedule) for method in CODES},
+    "powersgd_adamw": (fn.powersgd_adamw, fn.freeze_after(10)),
+    "dion": (fn.dion, fn.freeze_after(10)),
     "diloco": (fn.diloco, fn.every(500, start=10)),
     "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
     "local_sgd": (fn.local_sgd, fn.every(4)),

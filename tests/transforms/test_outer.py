@@ -533,3 +533,27 @@ def test_an_outer_step_in_place_leaves_the_state_that_it_was_given(monkeypatch: 
     assert torch.equal(before, torch.full((3,), 4.0))
     assert torch.equal(moves[0], torch.full((3,), -2.0))
     assert after[0][0] is now
+
+
+def hides_what_is_not_finite() -> fn.Transform:
+    """Return an average that takes what is not finite for 0: it tells nobody which rank was broken."""
+
+    def mean(updates: Any, params: Any) -> Any:
+        return tree.map(lambda x: fn.pmean(torch.nan_to_num(x, 0.0, 0.0, 0.0), "data"), updates)
+
+    return fn.stateless(mean)._replace(facts=fn.Facts(("data",)))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_rank_that_is_not_finite_takes_the_anchor_also_where_the_average_hides_it(alpha: float) -> None:
+    inner = fn.chain(fn.trace(0.9), sgd(1.0))
+    w = World(fn.outer(inner, sgd(1.0), hides_what_is_not_finite(), alpha=alpha), params={"a": torch.zeros(3)})
+    w.step(Round(), {"a": torch.ones(2, 3)})
+    w.params["a"][1, 2] = torch.nan
+    w.step(Round(0, 0), {"a": torch.zeros(2, 3)})
+    torch.testing.assert_close(w.own.anchor["a"], torch.tensor([-1.9, -1.9, -0.95]))  # both went 1.9
+    assert torch.equal(w.params["a"][1], w.own.anchor["a"])
+    assert w.own.sound[0].tolist() == [True, False]
+    (momentum,) = tree.fields(w.state, "mu")
+    assert not momentum["a"][1].any()
+    assert momentum["a"][0].all()

@@ -385,6 +385,9 @@ def test_an_island_whose_ranks_went_apart_is_found_in_the_first_exchange() -> No
         assert "does the inner optimizer average in the phase of local steps" in text
 
 
+UNEQUAL = fn.average("data")._replace(facts=fn.Facts(("data",), unequal=True))
+
+
 def test_the_axis_of_an_inner_is_another_one_or_it_is_refused_by_name() -> None:
     rate = fn.scale_by_learning_rate(0.1)
     for inner, text in [
@@ -393,12 +396,13 @@ def test_the_axis_of_an_inner_is_another_one_or_it_is_refused_by_name() -> None:
         (fn.chain(fn.average("data"), fn.scale_by_adam(), rate), "an average over 'data' in the compressed phase"),
         (fn.skip_nonfinite(fn.chain(fn.average("data"), rate)), "an average over 'data' in the compressed phase"),
         (fn.zero_one_adam(axis="data"), "params that are the same on all ranks of 'data'"),
-        (fn.chain(fn.pair_average("data"), rate), "params that are the same on all ranks of 'data'"),
+        (fn.chain(UNEQUAL, rate), "params that are the same on all ranks of 'data'"),
     ]:
         with pytest.raises(ValueError, match=f"^inner: expected .*{text}"):
             fn.outer(inner, rate, mean("islands"))
-    with pytest.raises(ValueError, match=r"guard: expected None, but got one beside an inner .* over 'data'"):
-        fn.outer(fn.muon(axis="data"), rate, mean("islands"), guard=fn.norm_guard())
+    of_all = mean("islands")._replace(facts=fn.Facts(("islands",), tree=("norms",)))
+    with pytest.raises(ValueError, match=r"sync: expected .* but got 'norms' beside an inner .* over 'data'"):
+        fn.outer(fn.muon(axis="data"), rate, of_all)
     facts = fn.outer(fn.muon(axis="data"), rate, mean("islands")).facts
     assert facts is not None
     assert (facts.axes, facts.inside) == (("data", "islands"), ("data",))

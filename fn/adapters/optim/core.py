@@ -465,17 +465,12 @@ def land(core: Core) -> None:
 
 
 def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
-    """Return states in which a difference was noted, times a weight; a guard, if there is one, weighs it by that."""
+    """Return states in which a difference was noted, times a weight."""
     if weight == 1.0:
         return noted
     own = {id(x) for x, was in zip(leaves(noted), leaves(before), strict=True) if x is not was}
     scaled = partial(tree.map, lambda x: weight * x if id(x) in own else x)
-    has_guard = bool(roles.find(noted, "weight"))
-    found: list[Tree] = (
-        roles.replace(noted, "weight", lambda x: torch.full_like(x, weight))
-        if has_guard
-        else roles.replace(noted, "difference", scaled)
-    )
+    found: list[Tree] = roles.replace(noted, "difference", scaled)
     return found
 
 

@@ -10,6 +10,7 @@ import chains
 import own_pieces
 import pytest
 import ranks
+import registry
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -276,7 +277,7 @@ def test_params_of_which_nobody_knows_what_is_agreed_on_are_refused():
 
 
 @pytest.mark.parametrize(
-    "make", [fn.no_loco, fn.sparta]
+    "make", [method.make for method in registry.APART]
 )
 def test_methods_whose_ranks_never_agree_are_refused_with_what_to_evaluate(make):
     _, opt = alone(partial(make, axis="data"), fn.every(4))

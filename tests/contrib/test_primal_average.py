@@ -30,31 +30,31 @@ def by_hand(mu: float, c: float | None, gradients: list[float]) -> tuple[float, 
 @pytest.mark.parametrize("c", [0.0, 0.9, None])
 def test_the_params_are_the_three_sequences(mu: float, c: float | None) -> None:
     gradients = [1.0, -3.0, 0.5, 2.0, 4.0]
-    tx = fn.primal_average(sgd(), interpolation=mu, averaging=c)
+    tx = fn.contrib.primal_average(sgd(), interpolation=mu, averaging=c)
     p = torch.ones(1, dtype=torch.float64)
     state = tx.init(p)
     for g in gradients:
         updates, state = tx.update(Phase.WARMUP)(torch.full((1,), g, dtype=torch.float64), state, p)
         p = fn.apply_updates(p, updates)
     x, y, z = by_hand(mu, c, gradients)
-    for ours, theirs in ((fn.primal_params(state, p), x), (p, y), (state.fast, z)):
+    for ours, theirs in ((fn.contrib.primal_params(state, p), x), (p, y), (state.fast, z)):
         assert float(ours) == pytest.approx(theirs, rel=1e-12)
 
 
 def test_half_precision_has_its_fast_params_in_float32() -> None:
-    tx, p = fn.primal_average(sgd(1e-3)), torch.ones(3, dtype=torch.bfloat16)
+    tx, p = fn.contrib.primal_average(sgd(1e-3)), torch.ones(3, dtype=torch.bfloat16)
     state = tx.init(p)
     for _ in range(8):
         updates, state = tx.update(Phase.WARMUP)(torch.ones_like(p), state, p)
         p = fn.apply_updates(p, updates)
     torch.testing.assert_close(state.fast, torch.full((3,), 0.992))
-    assert fn.primal_params(state, p).dtype == torch.bfloat16
+    assert fn.contrib.primal_params(state, p).dtype == torch.bfloat16
 
 
 def named(lr: Any) -> fn.Transform:
     inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
     decay = fn.chain(fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
-    return fn.skip_nonfinite(fn.chain(fn.average("data"), fn.primal_average(inner, decay=decay)))
+    return fn.skip_nonfinite(fn.chain(fn.average("data"), fn.contrib.primal_average(inner, decay=decay)))
 
 
 def test_it_is_what_loops_and_adapters_rely_on() -> None:
@@ -83,20 +83,20 @@ def test_the_optimizer_takes_the_steps_of_a_pure_loop() -> None:
         updates, state = tx.warmup_update(g, state, pure)
         pure = fn.apply_updates(pure, updates)
     torch.testing.assert_close(p.detach(), pure)
-    found = fn.primal_params(opt.states[0], [p.detach()])
-    torch.testing.assert_close(found[0], fn.primal_params(state, pure))
+    found = fn.contrib.primal_params(opt.states[0], [p.detach()])
+    torch.testing.assert_close(found[0], fn.contrib.primal_params(state, pure))
 
 
 def refusals() -> dict[str, Any]:
     return {
-        "interpolation: expected a number in": lambda: fn.primal_average(sgd(), interpolation=0.0),
-        "averaging: expected a number in": lambda: fn.primal_average(sgd(), averaging=1.0),
-        "decays: expected 'fast' or 'params'": lambda: fn.primal_average(sgd(), decays="z"),  # type: ignore[arg-type]
-        "inner: expected a transform with phases only": lambda: fn.primal_average(fn.diloco(axis="data")),
-        "inner: expected a transform, such as": lambda: fn.primal_average(sgd),  # type: ignore[arg-type]
-        "state: expected that of one fn.primal_average": lambda: fn.primal_params((), torch.ones(1)),
-        r"state: expected z in the shapes of params, \(2, 3\), but got \(3,\)": lambda: fn.primal_params(
-            fn.primal_average(sgd()).init(torch.ones(3)), torch.ones(2, 3)
+        "interpolation: expected a number in": lambda: fn.contrib.primal_average(sgd(), interpolation=0.0),
+        "averaging: expected a number in": lambda: fn.contrib.primal_average(sgd(), averaging=1.0),
+        "decays: expected 'fast' or 'params'": lambda: fn.contrib.primal_average(sgd(), decays="z"),  # type: ignore[arg-type]
+        "inner: expected a transform with phases only": lambda: fn.contrib.primal_average(fn.diloco(axis="data")),
+        "inner: expected a transform, such as": lambda: fn.contrib.primal_average(sgd),  # type: ignore[arg-type]
+        "state: expected that of one fn.contrib.primal_average": lambda: fn.contrib.primal_params((), torch.ones(1)),
+        r"state: expected z in the shapes of params, \(2, 3\), but got \(3,\)": lambda: fn.contrib.primal_params(
+            fn.contrib.primal_average(sgd()).init(torch.ones(3)), torch.ones(2, 3)
         ),
     }
 
@@ -108,4 +108,4 @@ def test_what_does_not_fit_is_refused_by_name(text: str) -> None:
 
 
 def test_its_facts_are_those_of_the_inner_optimizer() -> None:
-    assert fn.primal_average(sgd()).facts == fn.Facts()
+    assert fn.contrib.primal_average(sgd()).facts == fn.Facts()

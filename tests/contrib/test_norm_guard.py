@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
-import chains
 import pytest
+import ranks
 import torch
-from own_pieces import window_guard
+import torch.distributed as dist
+from own_pieces import guarded_diloco, window_guard
 from torch import Tensor
 
 import fn
 from fn import Round, tree
-from fn.transforms.norm_guard import GuardState
+from fn.contrib._norm_guard import GuardState, norm_rule
 
 SYNC = fn.compressed_average("data", fn.identity(), fn.off())
 
 
-def rounds(guard: fn.Guard | None, *, fragments: int = 1, **more: Any) -> fn.Transform:
-    """Return SGD at rate 1 in rounds whose outer step takes the mean over."""
+def rounds(guard: dict[str, Any] | None, **more: Any) -> fn.Transform:
+    """Return SGD at rate 1 in rounds whose outer step takes the mean over. guard: what it is told; None for none."""
     rate = fn.scale_by_learning_rate(1.0)
-    return fn.outer(rate, rate, SYNC, guard=guard, fragments=fragments, **more)
+    return fn.outer(rate, rate, SYNC if guard is None else fn.contrib.norm_guard(SYNC, **guard), **more)
 
 
 def run(tx: fn.Transform, steps: list[tuple[Any, Tensor]], start: Tensor) -> tuple[Tensor, fn.OuterState]:
@@ -41,7 +43,7 @@ def run(tx: fn.Transform, steps: list[tuple[Any, Tensor]], start: Tensor) -> tup
 
 
 def guard_of(state: fn.OuterState) -> GuardState:
-    found: GuardState = state.guard[0]
+    found: GuardState = state.sync[0]
     return found
 
 
@@ -55,7 +57,7 @@ def test_what_is_not_finite_or_far_above_the_others_is_left_out_and_its_rank_goe
 ) -> None:
     grads = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]])
     grads[1, 1] = bad if math.isfinite(bad) else 0.0
-    tx = rounds(fn.norm_guard(), alpha=alpha)
+    tx = rounds({}, alpha=alpha)
     steps = [(Round(), grads)]
     params, state = run(tx, steps, torch.zeros(2))
     if not math.isfinite(bad):  # local steps drop what is not finite, so a param is damaged otherwise
@@ -79,31 +81,29 @@ def test_what_is_not_finite_or_far_above_the_others_is_left_out_and_its_rank_goe
 
 def test_where_all_are_outliers_the_exchange_is_left_out_and_all_go_back_to_the_anchor() -> None:
     grads = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    tx = rounds(fn.norm_guard(far=None, warmup=2, alpha=0.5))
+    tx = rounds({"far": None, "warmup": 2, "alpha": 0.5}, on_skip="anchor")
     usual = [(ONCE, grads), (ONCE, 1.1 * grads), (ONCE, grads)]
     before, _ = run(tx, usual, torch.zeros(2))
     params, state = run(tx, [*usual, (ONCE, 1e6 * grads)], torch.zeros(2))
     assert torch.equal(params, before)
     assert int(state.left_out) == 1
-    assert bool(guard_of(state).nobody)
     assert guard_of(state).history.norms.tolist() == [3, 3]
     params, state = run(tx, [*usual, (ONCE, 1e6 * grads), (ONCE, grads)], torch.zeros(2))
     torch.testing.assert_close(params, before - grads.mean(0))
-    assert not bool(guard_of(state).nobody)
 
 
 def test_the_rest_is_weighed_by_its_norms_and_clipped() -> None:
     grads = torch.tensor([[3.0, 4.0], [0.0, 6.0], [0.0, 5.5]])
-    params, _ = run(rounds(fn.norm_guard(temperature=0.7)), [(ONCE, grads)], torch.zeros(2))
+    params, _ = run(rounds({"temperature": 0.7}), [(ONCE, grads)], torch.zeros(2))
     weights = torch.softmax(-grads.norm(dim=1) / 0.7, 0)
     torch.testing.assert_close(params[0], -(weights[:, None] * grads).sum(0))
-    params, _ = run(rounds(fn.norm_guard(clip=0.5)), [(ONCE, grads)], torch.zeros(2))
+    params, _ = run(rounds({"clip": 0.5}), [(ONCE, grads)], torch.zeros(2))
     torch.testing.assert_close(params[2], -0.5 * grads.mean(0) / grads.mean(0).norm())
 
 
 def test_a_rank_that_has_not_moved_counts_and_tells_its_history_nothing() -> None:
     grads = torch.tensor([[2.0], [0.0]])
-    params, state = run(rounds(fn.norm_guard()), [(ONCE, grads)], torch.zeros(1))
+    params, state = run(rounds({}), [(ONCE, grads)], torch.zeros(1))
     assert params.flatten().tolist() == [-1.0, -1.0]
     assert guard_of(state).history.norms.tolist() == [1, 0]
 
@@ -112,7 +112,7 @@ def test_a_rank_that_has_not_moved_counts_and_tells_its_history_nothing() -> Non
 def test_in_codes_an_outlier_sends_nothing_but_what_it_owed(codec: fn.Codec) -> None:
     sync = fn.compressed_average("data", codec, fn.classic(), servers=False)
     rate = fn.scale_by_learning_rate(1.0)
-    tx = fn.outer(rate, rate, sync, guard=fn.norm_guard())
+    tx = fn.outer(rate, rate, fn.contrib.norm_guard(sync))
     grads = torch.tensor([[1.0, 2.0], [1.0, 2.0], [1e30, 1e30]])
     params, state = run(tx, [(ONCE, grads)], torch.zeros(2))
     assert bool(params.isfinite().all())
@@ -122,20 +122,20 @@ def test_in_codes_an_outlier_sends_nothing_but_what_it_owed(codec: fn.Codec) -> 
 
 def test_norms_are_one_message_of_eight_bytes() -> None:
     with fn.ledger() as guarded:
-        run(rounds(fn.norm_guard()), [(ONCE, torch.ones(3, 5))], torch.zeros(5))
+        run(rounds({}), [(ONCE, torch.ones(3, 5))], torch.zeros(5))
     with fn.ledger() as plain:
         run(rounds(None), [(ONCE, torch.ones(3, 5))], torch.zeros(5))
     assert guarded.total - plain.total == 2 * 8
 
 
 def test_a_transform_with_a_guard_keeps_what_adapters_rely_on() -> None:
-    tx = chains.diloco(0.1, axis="data", guard=fn.norm_guard(temperature=1.0, clip=1.0), fragments=2, alpha=0.5)
+    tx = guarded_diloco(0.1, axis="data", guard={"temperature": 1.0, "clip": 1.0}, fragments=2, alpha=0.5)
     params = {"a": torch.ones(4), "b": torch.ones(3)}
     report = fn.testing.check_transform(tx, params, fn.every(4, fragments=2, delay=1, start=2))
     assert report, report.faults
 
 
-def of_history(guard: fn.Guard, norms: list[float]) -> Any:
+def of_history(guard: Any, norms: list[float]) -> Any:
     history = guard.init(torch.device("cpu"))
     for norm in map(torch.tensor, norms):
         history = guard.told(norm, guard.is_outlier(norm, history), history)
@@ -145,12 +145,13 @@ def of_history(guard: fn.Guard, norms: list[float]) -> Any:
 def test_what_the_authors_code_does_otherwise() -> None:
     """Its form is `window_guard`, which replays the recorded runs of it.
 
-    Differs: fn.transforms.norm_guard.norm_guard: `far`, which bounds the first norms; NaN is an outlier, and in the
+    Differs: fn.contrib._norm_guard.norm_guard: `far`, which bounds the first norms; NaN is an outlier, and in the
         authors' code it reaches all ranks. There an outlier's norm is told to its history, which makes it blind for
-        long, and larger norms count more where there is no temperature.
+        long, and larger norms count more where there is no temperature. If all are outliers,
+        their params go back to the anchor, as on_skip="anchor" does.
     """
     theirs = window_guard(3.0, 0.1, 4, None, None, leaves_out=True)
-    ours = fn.norm_guard(threshold=3.0, alpha=0.1, warmup=4)
+    ours = norm_rule(3.0, 0.1, 4, 100.0, None)
     usual, spike = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95], 50.0
     for guard, is_blind in ((theirs, True), (ours, False)):
         history = of_history(guard, [*usual, spike])
@@ -159,7 +160,7 @@ def test_what_the_authors_code_does_otherwise() -> None:
     norms = torch.tensor([1.0, 3.0, 1e9])
     assert theirs.weights(norms).tolist() == norms.tolist()
     assert ours.weights(norms).tolist() == [1.0, 1.0, 0.0]
-    assert fn.norm_guard(far=None).weights(norms).tolist() == [1.0, 1.0, 1.0]
+    assert norm_rule(3.0, 0.1, 4, None, None).weights(norms).tolist() == [1.0, 1.0, 1.0]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -176,17 +177,46 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_arguments_are_refused_by_name(name: str) -> None:
     arguments, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        fn.norm_guard(**arguments)
+        fn.contrib.norm_guard(SYNC, **arguments)
 
 
-def test_what_is_no_guard_and_an_average_without_axes_are_refused() -> None:
-    rate = fn.scale_by_learning_rate(1.0)
-    with pytest.raises(TypeError, match=r"guard: expected what fn\.norm_guard returns, or None, but got float"):
-        fn.outer(rate, rate, SYNC, guard=3.0)  # type: ignore[arg-type]
-    silent = SYNC._replace(facts=None)
+def test_an_average_without_axes_is_refused() -> None:
     with pytest.raises(ValueError, match="sync: expected an average that names its axes"):
-        fn.outer(rate, rate, silent, guard=fn.norm_guard())
+        fn.contrib.norm_guard(SYNC._replace(facts=None))
+    with pytest.raises(TypeError, match="sync: expected a transform"):
+        fn.contrib.norm_guard("mean")  # type: ignore[arg-type]
 
 
-def test_norms_are_of_whole_fragments() -> None:
-    assert "norm_guard" in rounds(fn.norm_guard()).facts.whole  # type: ignore[union-attr]
+def test_norms_are_of_whole_fragments_and_over_the_axes_of_the_average() -> None:
+    facts = fn.contrib.norm_guard(SYNC).facts
+    assert facts == fn.Facts(axes=("data",), whole=("norm_guard",), tree=("norm_guard",))
+
+
+def disagreeing() -> str:
+    with fn.bind({"data": dist.group.WORLD}):
+        try:
+            fn.contrib.norm_guard(SYNC, threshold=2.0 + dist.get_rank()).init([torch.ones(3)])
+        except fn.RanksDisagree as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_with_other_arguments_are_refused() -> None:
+    assert all("threshold" in text for text in ranks.run(2, disagreeing))
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_norms_are_one_message_of_each_fragment_in_codes_too(fragments: int) -> None:
+    params = [torch.ones(5), torch.ones(3, 7), torch.ones(2)]
+    codec, found = fn.int8(), []
+    mean = fn.compressed_average("data", codec)
+    for sync in (mean, fn.contrib.norm_guard(mean)):
+        tx = fn.outer(fn.scale_by_learning_rate(1.0), fn.scale_by_learning_rate(1.0), sync, fragments=fragments)
+        with fn.ledger() as book:
+            for k in range(fragments):
+                meet = lambda g: tx.update(Round(k, k))(g, tx.init(g), g)[0]  # noqa: B023, E731
+                fn.simulate(meet, "data", 3)([x.expand(3, *x.shape) for x in params])
+        found.append(book)
+    plain, guarded = found
+    assert Counter(guarded.sent) - Counter(plain.sent) == {("data", "all_gather"): 2 * 8 * fragments}
+    assert Counter(guarded.messages) - Counter(plain.messages) == {("data", "all_gather"): fragments}

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fn
-from fn.transforms.sparse_average import SparseAverageState, chosen
+from fn import Round
+from fn.contrib._sparta import SparseAverageState, chosen
 
 HOST = torch.device("cpu")
 
@@ -39,7 +40,7 @@ def test_turns_tensors_and_seeds_have_other_shares() -> None:
 def test_each_number_has_the_same_chance() -> None:
     """Of a shorter last piece the chance is greater.
 
-    Differs: fn.transforms.sparse_average.sparse_average: the number of elements is the same in every turn; the
+    Differs: fn.contrib._sparta.sparse_average: the number of elements is the same in every turn; the
         authors' code draws each element by itself, and broadcasts a mask of a byte per element.
     """
     counts = torch.zeros(23)
@@ -51,7 +52,7 @@ def test_each_number_has_the_same_chance() -> None:
 
 
 def two_turns(density: float, x: Any) -> tuple[Any, SparseAverageState]:
-    tx = fn.sparse_average("data", density, seed=3)
+    tx = fn.contrib.sparse_average("data", density, seed=3)
     state = tx.init(x)
     for _ in range(2):
         x, state = tx.compressed_update(x, state, x)
@@ -86,7 +87,7 @@ def by_hand(density: float, world: int, rank: int) -> list[Tensor]:
 @pytest.mark.parametrize("density", [0.2, 1.0])
 def test_simulated_ranks_average_the_chosen_numbers_and_keep_the_others(density: float) -> None:
     x = [torch.stack(rows) for rows in zip(*map(of_rank, range(3)), strict=True)]
-    state = fn.sparse_average("data", density).init(of_rank(0))
+    state = fn.contrib.sparse_average("data", density).init(of_rank(0))
     dims = fn.rank_dims(state)
     with fn.ledger() as sent:
         found, state = fn.simulate(lambda x: two_turns(density, x), "data", 3, out_dims=(0, dims))(x)
@@ -114,7 +115,7 @@ def test_real_ranks_average_what_simulated_ones_average() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_mean_that_is_not_finite_is_left_out_by_all_ranks_and_the_turn_counts(bad: float) -> None:
-    tx = fn.sparse_average("data", 1.0)
+    tx = fn.contrib.sparse_average("data", 1.0)
 
     def run(x: Tensor) -> Any:
         return tx.compressed_update(x, tx.init(x), x)
@@ -126,7 +127,7 @@ def test_a_mean_that_is_not_finite_is_left_out_by_all_ranks_and_the_turn_counts(
 
 
 def test_other_phases_pass_and_count_no_turn() -> None:
-    tx, x = fn.sparse_average("data", 0.5), torch.ones(3)
+    tx, x = fn.contrib.sparse_average("data", 0.5), torch.ones(3)
     for phase in (fn.Phase.WARMUP, fn.Phase.LOCAL):
         found, state = tx.update(phase)(x, tx.init(x), x)
         assert found is x
@@ -144,13 +145,13 @@ def test_other_phases_pass_and_count_no_turn() -> None:
 )
 def test_what_does_not_fit_is_refused_by_name(arguments: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        fn.sparse_average("data", **arguments)
+        fn.contrib.sparse_average("data", **arguments)
 
 
 def disagreeing() -> str:
     with fn.bind({"data": dist.group.WORLD}):
         try:
-            fn.sparse_average("data", 0.1, seed=dist.get_rank()).init(torch.ones(3))
+            fn.contrib.sparse_average("data", 0.1, seed=dist.get_rank()).init(torch.ones(3))
         except fn.RanksDisagree as error:
             return str(error)
     return ""
@@ -162,7 +163,7 @@ def test_ranks_with_other_seeds_are_refused() -> None:
 
 
 def test_a_turn_compiles_to_one_graph_for_all_turns(graphs: Any) -> None:
-    tx, x = fn.sparse_average("data", 0.25), torch.randn(2, 12)
+    tx, x = fn.contrib.sparse_average("data", 0.25), torch.randn(2, 12)
     dims = fn.rank_dims(tx.init(x[0]))
     run = fn.simulate(lambda x, s: tx.compressed_update(x, s, x), "data", 2, in_dims=(0, dims), out_dims=(0, dims))
     compiled = torch.compile(run, fullgraph=True, backend=graphs)
@@ -178,9 +179,57 @@ def test_a_turn_compiles_to_one_graph_for_all_turns(graphs: Any) -> None:
 def test_a_density_is_rounded_to_one_over_a_whole_number() -> None:
     totals = {}
     for density in (1.0, 0.7, 0.6, 0.4, 0.25):
-        tx = fn.sparse_average("data", density)
+        tx = fn.contrib.sparse_average("data", density)
         with fn.ledger() as sent:
             fn.simulate(lambda x, tx=tx: tx.compressed_update(x, tx.init(x), x)[0], "data", 2)(torch.ones(2, 120))
         totals[density] = sent.total
     whole = totals[1.0]
     assert totals == {1.0: whole, 0.7: whole, 0.6: whole / 2, 0.4: whole / 2, 0.25: whole / 4}
+
+
+def test_sparta_sends_no_mask() -> None:
+    """In every step each rank sends a number of each piece, and nothing else.
+
+    Differs: fn.contrib._sparta.sparta: as `sparse_average`: as many numbers in each step, of which no mask is sent.
+    """
+    tx = fn.contrib.sparta(0.1, axis="data", density=0.1)
+    g = torch.randn(4, 1, 1000)
+    dims = fn.rank_dims(tx.init(g[0, 0]))
+
+    def step(g: Tensor) -> Any:
+        updates, state = tx.update(Round(0, 0))(g, tx.init(g), torch.zeros_like(g))
+        return fn.apply_updates(torch.zeros_like(g), updates), state
+
+    with fn.ledger() as sent:
+        params, _ = fn.simulate(step, "data", 4, out_dims=(0, dims))(g[:, 0])
+    assert sent.sent == {("data", "all_reduce"): 2 * 3 * 100 * 4 // 4}
+    assert int((params == params[:1]).all(0).sum()) >= 100
+
+
+def test_params_that_are_not_finite_stop_no_other_turn() -> None:
+    """The turn counts on all ranks, or later shares of theirs would be other ones."""
+    tx = fn.average_params(fn.scale_by_learning_rate(0.1), fn.contrib.sparse_average("data", 0.25))
+    dims = fn.rank_dims(tx.init(torch.zeros(8)))
+    state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(torch.zeros(8))
+    p = torch.zeros(2, 8)
+    p[1, 3] = torch.inf
+
+    def step(s: Any, p: Tensor) -> Any:
+        updates, s = tx.update(Round(0, 0))(torch.zeros(8), s, p)
+        return fn.apply_updates(p, updates), s
+
+    for _ in range(12):
+        p, state = fn.simulate(step, "data", 2, in_dims=(dims, 0), out_dims=(0, dims))(state, p)
+    assert int(state.sync[0].turn) == 12
+    assert 0 < int(state.sync[0].left_out) < 12
+    assert p[0].isfinite().all()
+
+
+def test_loops_and_adapters_can_rely_on_it() -> None:
+    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    report = fn.testing.check_transform(fn.contrib.sparta(0.01, axis="data", density=0.3), params, fn.every(1, start=2))
+    assert report, report
+
+
+def test_it_needs_no_whole_tensors_and_its_ranks_differ() -> None:
+    assert fn.contrib.sparse_average("data", 1 / 3).facts == fn.Facts(axes=("data",), unequal=True)

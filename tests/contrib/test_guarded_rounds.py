@@ -6,11 +6,11 @@ import warnings
 from functools import partial
 from typing import Any
 
-import chains
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from own_pieces import guarded_diloco
 
 import fn
 from fn import Round, tree
@@ -23,7 +23,7 @@ two = ranks.Cases(2)
 def build(**guard: Any) -> tuple[fn.Optimizer, torch.nn.Parameter]:
     param = torch.nn.Parameter(torch.zeros(4))
     outer = {"outer_lr": 1.0, "outer_momentum": 0.0, "weight_decay": 0.0}
-    make = partial(chains.diloco, axis="data", guard=fn.norm_guard(**guard), **outer)
+    make = partial(guarded_diloco, axis="data", guard=guard, **outer)
     with fn.bind({"data": dist.group.WORLD}):
         return fn.Optimizer([param], make, schedule=fn.every(2), lr=0.1), param
 

@@ -1,4 +1,4 @@
-"""The average of the params along the way, around any optimizer: `primal_average`, GPA."""
+"""GPA: the average of the params along the way, around any optimizer."""
 
 from __future__ import annotations
 
@@ -7,19 +7,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+import fn
 from fn import tree
-from fn.base import (
-    Phase,
-    Transform,
-    UpdateFn,
-    chain,
-    check_arguments,
-    check_interval,
-    check_is_transform,
-    combine,
-)
+from fn.base import check_arguments, check_interval, check_is_transform, combine
 from fn.errors import expected
 from fn.roles import declare
+
+__all__ = ["primal_average", "primal_params"]
 
 Tree = Any
 
@@ -40,14 +34,16 @@ class PrimalAverageState(NamedTuple):
 
 
 def primal_average(
-    inner: Transform,
+    inner: fn.Transform,
     *,
     interpolation: float = 0.7,
     averaging: float | None = 0.9,
-    decay: Transform | None = None,
+    decay: fn.Transform | None = None,
     decays: Literal["fast", "params"] = "fast",
-) -> Transform:
+) -> fn.Transform:
     """Let an optimizer move z, average z into x, and take gradients between the two, at the params y.
+
+    Take it on one machine, or where every step is averaged, in place of a decay of the learning rate.
 
         z <- z + u;    x <- c x + (1 - c) z;    y = mu x + (1 - mu) z        u: the update of `inner`
 
@@ -55,12 +51,12 @@ def primal_average(
     The state holds z, and `primal_params` returns x, which one evaluates:
 
         >>> import torch, fn
-        >>> tx = fn.primal_average(fn.scale_by_learning_rate(0.5), interpolation=0.5, averaging=0.5)
+        >>> tx = fn.contrib.primal_average(fn.scale_by_learning_rate(0.5), interpolation=0.5, averaging=0.5)
         >>> y, state = torch.zeros(1), tx.init(torch.zeros(1))
         >>> for _ in range(2):
         ...     updates, state = tx.update(fn.Phase.WARMUP)(torch.tensor([-2.0]), state, y)
         ...     y = fn.apply_updates(y, updates)
-        >>> state.fast, fn.primal_params(state, y), y                      # z: 1, 2; x: 1/2, 5/4; y is between
+        >>> state.fast, fn.contrib.primal_params(state, y), y                      # z: 1, 2; x: 1/2, 5/4; y is between
         (tensor([2.]), tensor([1.2500]), tensor([1.6250]))
 
     Args:
@@ -84,7 +80,7 @@ def primal_average(
     check_interval("interpolation", interpolation, "(0, 1]")
     if averaging is not None:
         check_interval("averaging", averaging, "[0, 1)")
-    decay = chain() if decay is None else decay
+    decay = fn.chain() if decay is None else decay
     check_is_transform("decay", decay)
     if decays not in ("fast", "params"):
         raise ValueError(expected("decays", "'fast' or 'params'", f"{decays!r}"))
@@ -97,7 +93,7 @@ def primal_average(
         mu = torch.full((), float(interpolation), dtype=torch.float64, device=device)
         return PrimalAverageState(inner.init(fast), decay.init(fast), fast, step, mu)
 
-    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+    def compose(phase: fn.Phase, updates_of: list[fn.UpdateFn]) -> fn.UpdateFn:
         move, shrink = updates_of
 
         def update(updates: Tree, state: PrimalAverageState, params: Tree, /) -> tuple[Tree, PrimalAverageState]:
@@ -128,13 +124,13 @@ def primal_params(state: Tree, params: Tree) -> Tree:
     """
     found = tree.instances(state, PrimalAverageState)
     if len(found) != 1:
-        raise ValueError(expected("state", "that of one fn.primal_average", f"{len(found)} of them"))
+        raise ValueError(expected("state", "that of one fn.contrib.primal_average", f"{len(found)} of them"))
     factor = 1 - 1 / float(found[0].interpolation)
 
     def averaged(p: Tensor, z: Tensor) -> Tensor:
         if p.shape != z.shape:
             wanted = f"z in the shapes of params, {tuple(p.shape)}"
-            cure = "put fn.primal_average around fn.owned, not inside"
+            cure = "put fn.contrib.primal_average around fn.owned, not inside"
             raise ValueError(expected("state", wanted, f"{tuple(z.shape)}", cure))
         y = p.to(z.dtype)
         return (y + factor * (z - y)).to(p.dtype)

@@ -1,4 +1,4 @@
-"""Averages of two ranks: `pair_average`, and `own_anchors`, local steps whose ranks never agree on one anchor.
+"""NoLoCo: local steps, and averages of two ranks in place of all; ranks never agree on one anchor.
 
 turn k     pairs of ranks, by a hash of (seed, k) that all ranks compute
 ranks a, b  d <- mean(d_a, d_b) + pull (x - mean(x_a, x_b))       one message from a to b and one back; nobody else
@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fn
 from fn import tree
 from fn.base import (
-    Facts,
     Guarded,
-    Transform,
-    UpdateFn,
-    chain,
+    check_interval,
     check_is_transform,
     check_number,
     check_params,
@@ -28,22 +26,43 @@ from fn.base import (
     unchanged,
 )
 from fn.collectives.agreement import check_agreement, describe, device_of
-from fn.collectives.axis import axis_size
-from fn.collectives.primitives import permute
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
-from fn.transforms.outer import OuterState, outer
-from fn.transforms.skip_nonfinite import SkipState, all_finite, skip_nonfinite
-from fn.transforms.sparse_average import MASK, hashed
+from fn.transforms.average import agreed
+from fn.transforms.decay_and_lr import check_rate
+from fn.transforms.skip_nonfinite import SkipState, all_finite
+
+__all__ = ["no_loco", "own_anchors", "pair_average"]
 
 Tree = Any
 Pairs = Callable[[int, int], Sequence[int]]
 """(turn, ranks) -> for each rank the one that it averages with, which may be itself."""
 
 
-@declare(rank_local=("left_out",), left_out=("left_out",))
+MASK = 2**32 - 1
+
+
+def hashed(x: int) -> int:
+    """Return 32 bits that look random, as a whole number. x: below 2^33."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = x & MASK
+        x = ((x ^ (x >> shift)) * factor) & MASK
+    return x ^ (x >> 15)
+
+
+def random_pairs(turn: int, ranks: int, seed: int) -> list[int]:
+    """Return for each rank its partner in a turn; of an odd number one is its own."""
+    key = hashed(hashed(seed % MASK) + turn % MASK)
+    order = sorted(range(ranks), key=lambda rank: (hashed(key + rank), rank))
+    partners = [*range(ranks)]
+    for a, b in zip(order[::2], order[1::2], strict=False):
+        partners[a], partners[b] = b, a
+    return partners
+
+
+@declare(rank_local=("left_out",), left_out=("left_out",), lasting=("turn",))
 class PairAverageState(NamedTuple):
     """State of `pair_average`.
 
@@ -55,7 +74,7 @@ class PairAverageState(NamedTuple):
     left_out: Tensor
 
 
-def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | None = None) -> Transform:
+def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | None = None) -> fn.Transform:
     """Average differences between two ranks, and pull their anchors together, in every compressed step with others.
 
         d <- mean(d) + pull (x - mean(x))        the means of this rank and another one; x: the params, in float32
@@ -64,7 +83,7 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
     all ranks.
 
         >>> import torch, fn
-        >>> tx = fn.pair_average("data", pull=0.5)
+        >>> tx = fn.contrib.pair_average("data", pull=0.5)
         >>> def turn(d, x):
         ...     return tx.update(fn.Phase.COMPRESSED)(d, tx.init(x), x)[0]
         >>> fn.simulate(turn, "data", 2)(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [4.0]]))
@@ -107,7 +126,7 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         if not is_concrete(turn):
             wanted = "a number that the host knows, for it says which ranks are pairs"
             raise ValueError(expected("state.turn", wanted, "one that is traced or batched", "run it uncompiled"))
-        size = axis_size(axis)
+        size = fn.axis_size(axis)
         partners = [*partners_in(int(turn), size)]
         if sorted(partners) != [*range(size)] or any(partners[p] != r for r, p in enumerate(partners)):
             wanted = f"for each of the {size} ranks its partner, and partners that have each other"
@@ -124,17 +143,7 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         after = PairAverageState(state.turn + 1, state.left_out + (~ok).to(state.left_out))
         return tree.unflatten(structure, found), after
 
-    return Transform(init, unchanged, compressed, unchanged, facts=Facts(axes=(axis,), unequal=True))
-
-
-def random_pairs(turn: int, ranks: int, seed: int) -> list[int]:
-    """Return for each rank its partner in a turn; of an odd number one is its own."""
-    key = hashed(hashed(seed % MASK) + turn % MASK)
-    order = sorted(range(ranks), key=lambda rank: (hashed(key + rank), rank))
-    partners = [*range(ranks)]
-    for a, b in zip(order[::2], order[1::2], strict=False):
-        partners[a], partners[b] = b, a
-    return partners
+    return fn.Transform(init, unchanged, compressed, unchanged, facts=fn.Facts(axes=(axis,), unequal=True))
 
 
 def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]:
@@ -144,27 +153,22 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
         alike.setdefault((x.dtype, x.device), []).append(i)
     found = [*mine]
     for places in alike.values():
-        message = permute(torch.cat([mine[i].reshape(-1) for i in places]), axis, partners)
+        message = fn.permute(torch.cat([mine[i].reshape(-1) for i in places]), axis, partners)
         for i, part in zip(places, message.split([mine[i].numel() for i in places]), strict=True):
             found[i] = part.view(mine[i].shape)
     return found
 
 
-@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out"))
-class OwnAnchorState(OuterState):
+@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out", "sound"))
+class OwnAnchorState(fn.OuterState):
     """State of `own_anchors`: anchors and outer states are each rank's own."""
 
     agreed = None  # there is nothing that all ranks agree on
 
 
-def _counted(state: PairAverageState, old: PairAverageState) -> PairAverageState:
-    """Let an average count as a turn also where this rank leaves it out, or its pairs would be others than theirs."""
-    return state if state.turn is old.turn else state._replace(turn=old.turn + 1)
-
-
 def own_anchors(
-    average: Transform, inner: Transform, outer_tx: Transform, sync: Transform, **settings: Any
-) -> Transform:
+    average: fn.Transform, inner: fn.Transform, outer_tx: fn.Transform, sync: fn.Transform, **settings: Any
+) -> fn.Transform:
     """Return `outer` with anchors that may differ between the ranks, guarded in the warm-up.
 
     Later each rank guards itself: an exchange that is not finite is left out by those who take part in it.
@@ -175,7 +179,7 @@ def own_anchors(
 
         >>> import torch, fn
         >>> sgd, rate = fn.scale_by_learning_rate(0.5), fn.scale_by_learning_rate(1.0)
-        >>> tx = fn.own_anchors(fn.average("data"), sgd, rate, fn.pair_average("data"))
+        >>> tx = fn.contrib.own_anchors(fn.average("data"), sgd, rate, fn.contrib.pair_average("data"))
         >>> def train(g):                                     # of each rank
         ...     p, state = torch.zeros(1), tx.init(torch.zeros(1))
         ...     for step in range(2):
@@ -188,25 +192,82 @@ def own_anchors(
     """
     check_is_transform("average", average)
     check_is_transform("sync", sync)
-    made = outer(inner, outer_tx, sync._replace(facts=facts_of(sync)._replace(unequal=False)), **settings)
-    whole = chain(average, made._replace(init=lambda params: OwnAnchorState(*made.init(params))))
-    guarded = skip_nonfinite(whole)
+    made = fn.outer(inner, outer_tx, sync._replace(facts=facts_of(sync)._replace(unequal=False)), **settings)
+    whole = fn.chain(average, made._replace(init=lambda params: OwnAnchorState(*made.init(params))))
+    guarded = fn.skip_nonfinite(whole)
 
-    def around(update: UpdateFn) -> UpdateFn:
+    def around(update: fn.UpdateFn) -> fn.UpdateFn:
         def run(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
-            moves, after = update(updates, state.inner, params)
-            olds = iter(tree.instances(state.inner, PairAverageState))
-            return moves, state._replace(inner=tree.replace(after, PairAverageState, lambda s: _counted(s, next(olds))))
+            moves, inner_state = update(updates, state.inner, params)
+            return moves, state._replace(inner=inner_state)
 
         return Guarded(update, False, run, around)
 
-    def met(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        olds = iter(tree.instances(state, PairAverageState))
-        params, after = exchange.mean(number, state, params)
-        return params, tree.replace(after, PairAverageState, lambda s: _counted(s, next(olds)))
-
     assert whole.exchange is not None
-    exchange = whole.exchange
-    unguarded = exchange._replace(mean=met).within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
-    return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded)
+    unguarded = whole.exchange.within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
+    facts = facts_of(guarded)._replace(unequal=True)
+    return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded, facts=facts)
+
+
+def no_loco(
+    lr: float | Tensor = 4e-4,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    *,
+    axis: str,
+    outer_lr: float | Tensor = 0.7,
+    outer_momentum: float = 0.5,
+    pull: float = 0.9,
+    seed: int = 0,
+) -> fn.Transform:
+    """NoLoCo: local AdamW steps, then an exchange with one other rank, another one each time; no global exchange.
+
+    Take it between many sites of which any two can talk: no exchange waits for all of them.
+
+        d <- mean(x - p) of a pair + pull (x - mean x);    b <- mu b + d;    x <- x - outer_lr b;    p <- x
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.contrib.no_loco(0.1, axis="data"), fn.every(5)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.1634, -0.6737,  0.6737])
+
+    Args:
+        lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.
+        outer_lr, outer_momentum: of the outer step. pull: how strongly the anchors of a pair attract each other, in
+            units of the outer rate. seed: of the pairs, which follow from it and from the number of the exchange.
+    Returns: a transform with a warm-up, exact, and rounds; `every(50)` is its schedule. The ranks' params and anchors
+        differ for good, by less the more they exchange.
+    Raises: TypeError or ValueError that names the argument.
+
+    Paper: Kolehmainen et al., NoLoCo (arXiv 2506.10911): b <- mu b + lr d + gamma (x - mean x); x <- x - b.
+    Differs: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
+    """
+    rate = fn.scale_by_learning_rate(lr)
+    adamw = fn.chain(fn.scale_by_adam(b1, b2, eps), fn.add_decayed_weights(weight_decay), rate)
+    check_interval("outer_momentum", outer_momentum, "[0, 1)")
+    check_rate(outer_lr, "outer_lr")
+    outer_tx = fn.chain(fn.trace(outer_momentum), fn.scale_by_learning_rate(outer_lr))
+    sync = pair_average(axis, pull=pull, seed=seed)
+    return agreed(own_anchors(fn.average(axis), adamw, outer_tx, sync), axis)
+
+
+def plan_rows(planner: Any, options: Any) -> list[Any]:
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
+
+    def pairs(model: Any, ranks: int) -> list[Any]:
+        """Return what goes to one other rank: differences and anchors, in float32 at least."""
+        size = 2 * model.params * max(4, model.width)
+        return [planner.Message("data", "permute", size)] if ranks > 1 else []
+
+    passes, h = planner.EXCHANGE + 32, options.local_steps
+    return [planner.Row("no_loco", pairs, passes, interval=h, local=True, two_level=False)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.transforms.pair_average import OwnAnchorState, PairAverageState, random_pairs
+from fn.contrib._no_loco import OwnAnchorState, PairAverageState, random_pairs
 
 
 @pytest.mark.parametrize("world", [1, 2, 5, 8])
@@ -35,7 +35,7 @@ def test_all_pairs_come_as_often() -> None:
 
 
 def turn_of(world: int, d: Tensor, x: Tensor, **arguments: Any) -> tuple[Tensor, PairAverageState]:
-    tx = fn.pair_average("data", **arguments)
+    tx = fn.contrib.pair_average("data", **arguments)
     dims = fn.rank_dims(tx.init(d[0]))
     run = fn.simulate(lambda d, x: tx.compressed_update(d, tx.init(d), x), "data", world, out_dims=(0, dims))
     found: tuple[Tensor, PairAverageState] = run(d, x)
@@ -70,17 +70,21 @@ SGD = fn.scale_by_learning_rate(0.1)
 def refusals() -> dict[str, Any]:
     one = torch.ones(2, 1)
     return {
-        "pull: expected a number": lambda: fn.pair_average("data", pull=-1.0),
-        "seed: expected a whole number": lambda: fn.pair_average("data", seed=0.5),  # type: ignore[arg-type]
-        "axis: expected the name of one axis": lambda: fn.pair_average(("a", "b")),  # type: ignore[arg-type]
+        "pull: expected a number": lambda: fn.contrib.pair_average("data", pull=-1.0),
+        "seed: expected a whole number": lambda: fn.contrib.pair_average("data", seed=0.5),  # type: ignore[arg-type]
+        "axis: expected the name of one axis": lambda: fn.contrib.pair_average(("a", "b")),  # type: ignore[arg-type]
         "and partners that have each other, but got": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1, 1]),
-        "pairs: expected a function of": lambda: fn.pair_average("data", pairs=[1, 0]),  # type: ignore[arg-type]
+        "pairs: expected a function of": lambda: fn.contrib.pair_average("data", pairs=[1, 0]),  # type: ignore[arg-type]
         "pairs: expected for each of the 2 ranks": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1]),
         "its partner, and partners that have each other": lambda: turn_of(2, one, one, pairs=lambda t, world: [1, 2]),
-        "sync: expected an average that is the same on all ranks": lambda: fn.outer(SGD, SGD, fn.pair_average("data")),
-        r"one that differs.*fn\.own_anchors": lambda: fn.outer(SGD, SGD, fn.chain(fn.pair_average("data"))),
-        "sync: expected a transform": lambda: fn.own_anchors(fn.average("data"), SGD, SGD, "pairs"),  # type: ignore[arg-type]
-        "outer_tx: expected": lambda: fn.own_anchors(fn.average("data"), SGD, fn.scale(1.0), fn.pair_average("data")),
+        "sync: expected an average that is the same on all ranks": lambda: fn.outer(
+            SGD, SGD, fn.contrib.pair_average("data")
+        ),
+        r"one that differs": lambda: fn.outer(SGD, SGD, fn.chain(fn.contrib.pair_average("data"))),
+        "sync: expected a transform": lambda: fn.contrib.own_anchors(fn.average("data"), SGD, SGD, "pairs"),  # type: ignore[arg-type]
+        "outer_tx: expected": lambda: fn.contrib.own_anchors(
+            fn.average("data"), SGD, fn.scale(1.0), fn.contrib.pair_average("data")
+        ),
     }
 
 
@@ -91,7 +95,7 @@ def test_what_does_not_fit_is_refused_by_name(text: str) -> None:
 
 
 def test_a_turn_that_differs_between_ranks_is_refused() -> None:
-    tx, d = fn.pair_average("data"), torch.ones(2, 3)
+    tx, d = fn.contrib.pair_average("data"), torch.ones(2, 3)
     run = fn.simulate(lambda s, d: tx.compressed_update(d, s, d)[0], "data", 2, in_dims=(0, 0))
     state = PairAverageState(torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"state\.turn: expected a number that the host knows"):
@@ -100,7 +104,7 @@ def test_a_turn_that_differs_between_ranks_is_refused() -> None:
 
 def test_no_loco_is_what_loops_and_adapters_rely_on() -> None:
     report = fn.testing.check_transform(
-        fn.no_loco(0.01, axis="data"), {"w": torch.ones(4, 3), "b": torch.ones(3)}, fn.every(3, start=2)
+        fn.contrib.no_loco(0.01, axis="data"), {"w": torch.ones(4, 3), "b": torch.ones(3)}, fn.every(3, start=2)
     )
     assert report, report
 
@@ -118,7 +122,9 @@ def trained(bad: bool) -> Any:
     rank = dist.get_rank()
     with fn.bind({"data": dist.group.WORLD}):
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-        opt = fn.Optimizer(params, lambda lr: fn.no_loco(lr, axis="data"), schedule=fn.every(3, start=2), lr=0.05)
+        opt = fn.Optimizer(
+            params, lambda lr: fn.contrib.no_loco(lr, axis="data"), schedule=fn.every(3, start=2), lr=0.05
+        )
         for step in range(14):
             for p, g in zip(params, gradients(rank, step), strict=True):
                 p.grad = g
@@ -130,7 +136,7 @@ def trained(bad: bool) -> Any:
 
 
 def simulated() -> list[Tensor]:
-    tx, schedule = fn.no_loco(0.05, axis="data"), fn.every(3, start=2)
+    tx, schedule = fn.contrib.no_loco(0.05, axis="data"), fn.every(3, start=2)
     start = [torch.ones(shape) for shape in SHAPES]
     dims = fn.rank_dims(tx.init(start))
     state = fn.simulate(tx.init, "data", 3, in_dims=None, out_dims=dims)(start)
@@ -165,7 +171,7 @@ def test_a_rank_whose_params_are_not_finite_returns_to_its_anchor_and_the_others
 
 def test_there_is_nothing_that_all_ranks_agree_on() -> None:
     p = torch.nn.Parameter(torch.ones(2))
-    opt = fn.Optimizer([p], lambda lr: fn.no_loco(lr, axis="data"), schedule=fn.every(3), lr=0.05)
+    opt = fn.Optimizer([p], lambda lr: fn.contrib.no_loco(lr, axis="data"), schedule=fn.every(3), lr=0.05)
     p.grad = torch.ones(2)
     opt.step()
     with pytest.raises(ValueError, match="OwnAnchorState, which has local_params"), fn.adapters.agreed_params(opt):

@@ -1,0 +1,63 @@
+"""DES-LoC: local steps whose params and moments are averaged at periods of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+import fn
+from fn.collectives.axis import AxisNames
+from fn.transforms.average import agreed
+
+__all__ = ["des_loc"]
+
+
+def des_loc(
+    lr: float | Tensor = 4e-4,
+    b1: float = 0.95,
+    b2: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    *,
+    axis: AxisNames,
+) -> fn.Transform:
+    """DES-LoC: AdamW on each rank; params and both moments are averaged, each at a period of its own.
+
+    Take it where DiLoCo loses too much: moments that are averaged keep ranks together, for more bytes.
+
+        p_r <- AdamW(p_r, m_r, v_r);    p, m, v <- their mean over the ranks, where a period of theirs ends
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.contrib.des_loc(0.1, axis="data"), fn.periods(2, 4, 8)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.2121, -0.9443,  0.9443])
+
+    Args: lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.
+    Returns: a transform with a warm-up, exact, and rounds; `periods(64, 192, 692)` is its schedule: the slower a moment
+        changes, the more rarely it is averaged.
+    Raises: TypeError or ValueError that names the argument.
+
+    Paper: Iacob et al., DES-LoC (arXiv 2505.22549), algorithm 1.
+    Differs: a moment is averaged after the step that its period ends with; the paper averages the moment of the last
+        step just before it is used, which is one step later.
+    """
+    rate = fn.scale_by_learning_rate(lr)
+    adamw = fn.chain(fn.scale_by_adam(b1, b2, eps), fn.add_decayed_weights(weight_decay), rate)
+    tx = fn.average_params(adamw, fn.compressed_average(axis, fn.identity(), fn.off()))
+    return agreed(fn.skip_nonfinite(fn.chain(fn.average(axis), tx)), axis)
+
+
+def plan_rows(planner: Any, options: Any) -> list[Any]:
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
+    send = partial(planner.traffic.codes, codec=planner.traffic.EXACTLY)
+    name, h = "des_loc, without its moments", options.local_steps
+    return [planner.Row(name, send, planner.EXCHANGE, interval=h, local=True)]

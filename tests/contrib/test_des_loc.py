@@ -1,0 +1,38 @@
+"""What `fn.contrib.des_loc` promises beside the recorded runs and the common contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fn
+from fn import Round, tree
+
+
+def gradients(world: int, steps: int) -> Tensor:
+    return torch.randn(world, steps, 5, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_moment_of_a_step_is_averaged_behind_it() -> None:
+    """At period 1 what all ranks hold behind step t is the mean of their own moments of step t.
+
+    Differs: fn.contrib._des_loc.des_loc: a moment is averaged after the step that its period ends with; the paper
+        averages the moment of the last step just before it is used, which is one step later.
+    """
+    tx, g = fn.contrib.des_loc(0.1, b1=0.5, b2=0.5, axis="data"), gradients(2, 1)
+    dims = fn.rank_dims(tx.init(g[0, 0]))
+
+    def step(g: Tensor) -> Any:
+        return tx.update(Round(1, 1))(g, tx.init(g), torch.zeros_like(g))[1]
+
+    state = fn.simulate(step, "data", 2, out_dims=dims)(g[:, 0])
+    (mu,) = tree.fields(state, "mu")
+    torch.testing.assert_close(mu, (0.5 * g[:, 0].mean(0)).expand(2, -1))
+
+
+def test_loops_and_adapters_can_rely_on_it() -> None:
+    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    report = fn.testing.check_transform(fn.contrib.des_loc(0.01, axis="data"), params, fn.periods(2, 3, 4, start=2))
+    assert report, report

@@ -1,0 +1,111 @@
+"""What `fn.contrib.lion_muon` promises beside the recorded runs and the common contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from muon_on_shards import beside_whole_matrices
+from simulated import World, normal
+
+import fn
+from fn import Phase, tree
+
+W, C = Phase.WARMUP, Phase.COMPRESSED
+
+
+def test_lion_votes_between_the_steps_of_muon() -> None:
+    """Of momenta that are alike on all ranks the majority is the sign, so that votes change nothing."""
+    params = [normal(6, 5), normal(4, seed=1)]
+    votes, exact = (World(fn.contrib.lion_muon(0.1, axis="data", votes=votes), params, 3) for votes in (True, False))
+    for t in range(6):
+        g = [normal(*p.shape, seed=t).expand(3, *p.shape) for p in params]
+        for w in (votes, exact):
+            w.step(fn.periodic(3)(t), g)
+    torch.testing.assert_close(votes.params, exact.params)
+    before = exact.params
+    after = exact.step(C).params
+    moved = [(a - b * (1 - 0.1 * 0.2 * 0.1)).abs() for a, b in zip(after, before, strict=True)]
+    for x in moved:
+        torch.testing.assert_close(x, torch.full_like(x, 0.1 * 0.2))
+
+
+def test_votes_are_on_momenta_whose_mean_is_that_of_mean_gradients() -> None:
+    votes, exact = (
+        World(fn.contrib.lion_muon(0.1, axis="data", votes=votes), [normal(6, 5)], 3) for votes in (True, False)
+    )
+    for t in range(4):
+        g = [normal(3, 6, 5, seed=t)]
+        for w in (votes, exact):
+            w.step(fn.periodic(4)(t), g)
+    means = [fn.roles.find(w.state, "first_moment")[0][0].mean(0) for w in (votes, exact)]
+    torch.testing.assert_close(*means)
+    assert not torch.equal(votes.params[0], exact.params[0])
+
+
+def test_bytes_between_are_a_bit_a_number() -> None:
+    params = [torch.zeros(64, 64), torch.zeros(512)]
+    tx, sent = fn.contrib.lion_muon(axis="data"), {}
+    for phase in (W, C):
+        with fn.ledger() as book:
+            fn.simulate(lambda g: tx.update(phase)(g, tx.init(params), params)[0], "data", 2)(  # noqa: B023
+                [torch.ones(2, *p.shape) for p in params]
+            )
+        sent[phase] = book.total
+    assert 31 < sent[W] / sent[C] <= 32
+
+
+def test_on_shards_it_is_what_it_is_on_whole_matrices() -> None:
+    """And sends nothing between the steps of whole ones."""
+    whole, own = fn.contrib.lion_muon(0.1), fn.contrib.lion_muon(0.1, shards="shard")
+    params = [normal(6, 5), normal(4, seed=1)]
+    state, p = whole.init(params), params
+    rows = [x.view(2, -1, *x.shape[1:]) for x in params]
+    dims = tree.map(lambda x: 0, own.init(params))  # also of a momentum, of which each rank has rows
+    of_ranks = fn.simulate(own.init, "shard", 2, out_dims=dims)(rows)
+    for t in range(5):
+        phase, g = fn.periodic(3)(t), [normal(*x.shape, seed=t) for x in params]
+        updates, state = whole.update(phase)(g, state, p)
+        p = fn.apply_updates(p, updates)
+
+        def step(g: Any, s: Any, x: Any, phase: Phase = phase) -> Any:
+            u, s = own.update(phase)(g, s, x)
+            return fn.apply_updates(x, u), s
+
+        with fn.ledger() as book:
+            run = fn.simulate(step, "shard", 2, in_dims=(0, dims, 0), out_dims=(0, dims))
+            rows, of_ranks = run([x.view(2, -1, *x.shape[1:]) for x in g], of_ranks, rows)
+        assert bool(book.sent.get(("shard", "all_to_all"))) == (phase is W)
+        for x, y in zip(rows, p, strict=True):
+            torch.testing.assert_close(x.reshape(y.shape), y, rtol=1e-4, atol=1e-5)
+
+
+def on_shards() -> tuple[float, float, int, int]:
+    return beside_whole_matrices(fn.contrib.lion_muon, votes=False)
+
+
+def test_on_fsdp2s_shards_it_has_the_params_of_whole_matrices_and_sends_nothing_between() -> None:
+    for off, moved, sent, between in ranks.run(2, on_shards):
+        assert off <= 1e-9 < moved
+        assert sent > 0 == between
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "match"),
+    [
+        (
+            lambda: fn.contrib.lion_muon(lion_rate=0.0),
+            ValueError,
+            r"lion_rate: expected a number in \(0, inf\), but got 0.0",
+        ),
+        (lambda: fn.contrib.lion_muon(votes=1), TypeError, "votes: expected True or False, but got 1"),
+        (lambda: fn.contrib.lion_muon(other=fn.scale_by_adam), TypeError, "other: expected a transform"),
+        (lambda: fn.contrib.lion_muon(other_rate=-1.0), ValueError, "other_rate: expected"),
+        (lambda: fn.contrib.lion_muon(b1=1.0), ValueError, "b1: expected"),
+    ],
+)
+def test_what_is_wrong_is_named(make: Any, kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        make()

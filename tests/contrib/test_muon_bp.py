@@ -1,0 +1,100 @@
+"""What `fn.contrib.muon_bp` and its link promise beside the recorded runs and the common contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from muon_on_shards import beside_whole_matrices
+from simulated import normal, one_step, same
+
+import fn
+from fn import Phase, tree
+
+W = Phase.WARMUP
+
+
+def test_all_ranks_take_the_steps_of_all_blocks() -> None:
+    """Which are those of blocks alone, each by its own shape; blocks are as many as ranks.
+
+    Differs: fn.contrib._muon_bp.muon_bp: where params are whole every rank takes the steps of all blocks; in the
+        paper they lie in shards.
+    """
+    g = normal(3, 7, 4)
+    found = one_step(fn.contrib.muon_bp(0.1, 0.0, axis="data"), g)
+    rule = {"eps": 1e-7, "scale": "rms_norm", "coefficients": "jordan"}
+    each = [fn.orthogonalize(**rule).local_update(x, (), x)[0] for x in g.mean(0).split([3, 3, 1])]
+    torch.testing.assert_close(found, -0.05 * torch.cat(each))
+
+
+def test_on_shards_it_is_what_it_is_on_whole_matrices() -> None:
+    """And sends nothing between the steps of whole ones."""
+    whole, own = fn.contrib.muon_bp(0.1, blocks=2), fn.contrib.muon_bp(0.1, shards="shard")
+    params = [normal(6, 5), normal(4, seed=1)]
+    state, p = whole.init(params), params
+    rows = [x.view(2, -1, *x.shape[1:]) for x in params]
+    dims = tree.map(lambda x: 0, own.init(params))  # also of a momentum, of which each rank has rows
+    of_ranks = fn.simulate(own.init, "shard", 2, out_dims=dims)(rows)
+    for t in range(5):
+        phase, g = fn.periodic(3)(t), [normal(*x.shape, seed=t) for x in params]
+        updates, state = whole.update(phase)(g, state, p)
+        p = fn.apply_updates(p, updates)
+
+        def step(g: Any, s: Any, x: Any, phase: Phase = phase) -> Any:
+            u, s = own.update(phase)(g, s, x)
+            return fn.apply_updates(x, u), s
+
+        with fn.ledger() as book:
+            run = fn.simulate(step, "shard", 2, in_dims=(0, dims, 0), out_dims=(0, dims))
+            rows, of_ranks = run([x.view(2, -1, *x.shape[1:]) for x in g], of_ranks, rows)
+        assert bool(book.sent.get(("shard", "all_to_all"))) == (phase is W)
+        for x, y in zip(rows, p, strict=True):
+            torch.testing.assert_close(x.reshape(y.shape), y, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_are_cut_from_whole_tensors() -> None:
+    facts = fn.contrib.in_blocks(fn.trace(0.9), 2).facts
+    assert facts is not None
+    assert (facts.whole, facts.axes) == (("in_blocks",), ())
+
+
+def test_what_has_fewer_rows_than_blocks_has_fewer_blocks() -> None:
+    seen: list[Any] = []
+    link = fn.stateless(lambda u, p: seen.append([x.shape[0] for x in u if x.ndim]) or u)
+    params = {"a": torch.ones(2, 3), "b": torch.ones(5), "c": torch.tensor(1.0)}
+    tx = fn.contrib.in_blocks(link, 3)
+    u, _ = tx.update(W)(params, tx.init(params), params)
+    assert seen == [[1, 1, 2, 2, 1]]
+    assert same(u, params)
+
+
+def on_shards() -> tuple[float, float, int, int]:
+    return beside_whole_matrices(fn.contrib.muon_bp)
+
+
+def test_on_fsdp2s_shards_it_has_the_params_of_whole_matrices_and_sends_nothing_between() -> None:
+    for off, moved, sent, between in ranks.run(2, on_shards):
+        assert off <= 1e-9 < moved
+        assert sent > 0 == between
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "match"),
+    [
+        (
+            lambda: fn.contrib.muon_bp(),
+            ValueError,
+            "blocks: expected a whole number, where there is no axis, but got None",
+        ),
+        (lambda: fn.contrib.muon_bp(blocks=2, shards="shard"), ValueError, "blocks: expected None, where blocks are"),
+        (lambda: fn.contrib.muon_bp(blocks=2, block_rate=0.0), ValueError, "block_rate: expected"),
+        (lambda: fn.contrib.in_blocks(fn.trace, 2), TypeError, "inner: expected a transform"),
+        (lambda: fn.contrib.in_blocks(fn.trace(0.9), 0), ValueError, "blocks: expected a whole number of at least 1"),
+        (lambda: fn.contrib.in_blocks(fn.trace(0.9), 2, -1), ValueError, "dim: expected a whole number of at least 0"),
+    ],
+)
+def test_what_is_wrong_is_named(make: Any, kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        make()
