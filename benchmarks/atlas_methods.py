@@ -145,6 +145,17 @@ def lion(lr: Any, axis: str) -> fn.Transform:
     return fn.chain(fn.average(axis), fn.scale_by_lion(0.9, 0.99), *ends)
 
 
+def muon(lr: Any, axis: str, *, owned: bool = True, codec: fn.Codec | None = None) -> fn.Transform:
+    """Return Muon, with the atlas' AdamW for all other tensors."""
+    ends = fn.add_decayed_weights(ADAM["weight_decay"]), fn.scale_by_learning_rate(lr)
+    rule = fn.scale_by_muon(0.95, nesterov=True, eps=ADAM["eps"], scale="rms_norm", coefficients="polar_express")
+    adam = fn.scale_by_adam(0.9, ADAM["b2"], ADAM["eps"])
+    inner = fn.partition({"hidden": fn.chain(rule, *ends), "other": fn.chain(adam, *ends)}, labels)
+    if not owned:
+        return fn.chain(fn.average(axis), inner)
+    return fn.owned(inner, axis, codec=codec, gather=codec)
+
+
 def diloco(**settings: Any) -> Callable[..., fn.Transform]:
     """Return DiLoCo for a run of few rounds on eight workers."""
     return partial(fn.diloco, **ADAM, outer_lr=0.9, outer_momentum=0.6, **settings)
@@ -155,9 +166,8 @@ LION = {"weight_decay": 0.3}
 """Its steps are of one size, about three times Adam's, so its rate is lower and its decay higher."""
 
 _onebit = partial(fn.onebit_adam, bias_correction=True, **ADAM)
-_muloco = partial(fn.muloco, labels=labels, scale="rms_norm", weight_decay=0.1)
-_muon = partial(fn.muon, labels=labels, scale="rms_norm", **ADAM)
-_int8_muon = partial(_muon, codec=fn.int8(), gather=fn.int8())
+_muloco = partial(fn.muloco, labels=labels, weight_decay=0.1)
+_int8_muon = partial(muon, codec=fn.int8())
 _fifth = "a warm-up of 20 %"
 _round = f"H = {H}, a warm-up of 8 %"
 _half = "a warm-up of 50 %"
@@ -174,7 +184,7 @@ METHODS = {
     ),
     "adamw, bf16": Method("exact", bf16, first(0), ADAM_RATE, "bfloat16", "bf16 gradients"),
     "muon": Method(
-        "exact", partial(_muon, owned=False), never, ADAM_RATE, "float32, blocks only", "adamw", tasks=TEXT
+        "exact", partial(muon, owned=False), never, ADAM_RATE, "float32, blocks only", "adamw", tasks=TEXT
     ),
     "muon, int8": Method(
         "4 or 8 bits", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon",

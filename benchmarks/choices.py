@@ -45,7 +45,7 @@ CHOICES = (
     Choice("the same, with 1-bit Adam's gradients", "`fn.sharded_onebit_adam`", "sharded_onebit_adam"),
     Choice("matrices dominate, many ranks", "`fn.powersgd_adamw(rank=4)`", "powersgd_adamw"),
     Choice("the same, with Muon's directions", "`fn.dion(labels=fn.labels_of(model))`", "dion"),
-    Choice("Muon, its state divided among ranks", "`fn.muon(codec=fn.int8(), gather=fn.int8())`", "muon, int8"),
+    Choice("Muon, its state divided among ranks", "`fn.muon(codec=fn.int8())`", "muon, int8"),
     Choice("Lion, one bit a number", "`fn.lion_vote`", "lion_vote"),
     Choice("large batches with LAMB", "`fn.onebit_lamb`", "onebit_lamb"),
 )  # fmt: skip

@@ -105,7 +105,7 @@ def contenders(layers: int, width: int, rank: int) -> dict[str, Callable[[], Any
     made = {
         REPLICATED: lambda params: ours(params, W, owned=False),
         OWNED: lambda params: ours(params, W),
-        CODED: lambda params: ours(params, C, codec=fn.int8(), gather=fn.int8()),
+        CODED: lambda params: ours(params, C, codec=fn.int8()),
         PEER: peer,
     }
     return {name: make(parameters(layers, width, rank)) for name, make in made.items()}

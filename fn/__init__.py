@@ -27,8 +27,7 @@ from fn.collectives.simulation import simulate
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw
-from fn.muon_optimizers import muon
-from fn.muon_variant_optimizers import sign_muon
+from fn.muon_optimizers import muon, sign_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule

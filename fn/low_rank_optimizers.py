@@ -37,7 +37,11 @@ def powersgd_adamw(
     min_rate: float = 1.0,
     seed: int = 0,
 ) -> Transform:
-    """PowerSGD with AdamW: gradients are averaged as products of two thin factors, with error feedback.
+    """Train with PowerSGD and AdamW: average gradients as products of two thin factors, with error feedback.
+
+    Take it where links are very slow and large matrices are most of the model; gradients in int4 train to a lower loss.
+
+        c_r = g_r + e_r;    P = qr(mean_r c_r qr(Q));    Q <- mean_r c_r^T P;    P Q^T is AdamW's gradient
 
         >>> import torch, fn
         >>> tx, schedule = fn.powersgd_adamw(0.1, axis="data", rank=1), fn.freeze_after(1)
@@ -58,6 +62,7 @@ def powersgd_adamw(
         axis: the ranks that train together. rank, feedback, mean, min_rate, seed: as for `low_rank_average`.
     Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule.
         Nothing is frozen, so n may be small.
+    Raises: TypeError or ValueError that names the argument.
 
     Paper: Vogels et al., PowerSGD (arXiv 1905.13727), algorithms 1 and 2, with Adam as the optimizer.
     """
@@ -71,21 +76,23 @@ def dion(
     lr: float | Tensor = 0.01,
     momentum: float = 0.95,
     weight_decay: float = 0.01,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
     *,
     axis: AxisNames,
     labels: Labels = None,
+    shards: Shards | str | None = None,
     rank: int | float = 0.25,
     multiple_of: int = 1,
     adamw_rate: float = 1.0,
     mean: Transform | None = None,
     iterations: int = 1,
     seed: int = 0,
-    shards: Shards | str | None = None,
 ) -> Transform:
-    """Dion: steps along orthonormal factors of a momentum, which travels in these factors; AdamW for other tensors.
+    """Train with Dion: step along orthonormal factors of a momentum, which travels in them; AdamW for other tensors.
+
+    Take it where Newton-Schulz iterations of whole matrices take too long; else `muon` with a codec, which sends less.
+
+        c_r = m_r + g_r;    P = qr(mean_r c_r Q);    R = mean_r c_r^T P;    m_r <- c_r - (1 - mu) P R_r^T
+        Q = R, its columns divided by their norms;    p <- p - lr (s P Q^T + weight_decay p)
 
         >>> import torch, fn
         >>> tx, schedule = fn.dion(0.05, axis="data", rank=2), fn.freeze_after(1)
@@ -107,13 +114,14 @@ def dion(
         labels: which tensors are "hidden", Dion's, and which "other", averaged exactly for AdamW:
             `fn.labels_of(model)`, which leaves it embeddings and the head. None: all tensors of two dimensions and more
             are Dion's, for their shapes do not tell.
-        momentum: mu; the momentum loses 1 - mu of what is sent. weight_decay: of all tensors.
-        b1, b2, eps: of AdamW, which updates the tensors that are "other".
+        momentum: mu; the momentum loses 1 - mu of what is sent. weight_decay: of all tensors. AdamW's betas are 0.9 and
+            0.95.
         axis: the ranks that train together. rank, multiple_of, mean, iterations, seed: as for `low_rank_average`. The
             authors' code begins at rank=1.0, which saves no bytes; they train 3 billion parameters with 1/4.
         shards: the axis over which params are divided by rows, as for `fn.unsharded`, another one than `axis`: matrices
             are brought whole to one rank, which keeps their momentum. `fn.Optimizer` gives it for params of FSDP2.
     Returns: a transform with two phases, which differ only where `mean` is given: factors are exact in the warm-up.
+    Raises: TypeError or ValueError that names the argument.
 
     Paper: Ahn et al., Dion (arXiv 2504.05295), algorithm 3.
     Differs: the first step sends no more than the others; the authors' code averages the gradient in it, too.
@@ -129,12 +137,12 @@ def dion(
     if shards is not None:
         kind_of, shards_of = labelled(shards, named, labels)
         whole = unsharded(chain(low_rank(), scale_by_shape()), shards_of("dion"))
-        adam = unfrozen(average(axis)), scale_by_adam(b1, b2, eps), decay, scale(adamw_rate), rate
+        adam = unfrozen(average(axis)), scale_by_adam(0.9, 0.95), decay, scale(adamw_rate), rate
         inner = partition({"dion": chain(whole, decay, rate), "adamw": chain(*adam)}, kind_of)
         return agreed(skip_nonfinite(inner), axis)
     factors = low_rank(exactly=lambda params: tree.map(lambda label: label == "adamw", named(params)))
     kinds = {
         "dion": chain(scale_by_shape(), decay, rate),
-        "adamw": chain(scale_by_adam(b1, b2, eps), decay, scale(adamw_rate), rate),
+        "adamw": chain(scale_by_adam(0.9, 0.95), decay, scale(adamw_rate), rate),
     }
     return agreed(skip_nonfinite(chain(factors, partition(kinds, named))), axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -11,19 +11,22 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, chain, check_interval, missing
+from fn.collectives.axis import AxisNames
+from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.codec import Codec
-from fn.collectives.feedback import Feedback
+from fn.collectives.feedback import off
 from fn.errors import expected
 from fn.transforms import scaling
 from fn.transforms.adam import scale_by_adam
-from fn.transforms.average import agreed, always_average, average
+from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
-from fn.transforms.momentum import trace
-from fn.transforms.muon import Scale, Triple, orthogonalize, scale_by_muon
+from fn.transforms.momentum import local_momentum, trace
+from fn.transforms.muon import Scale, orthogonalize, scale_by_muon
 from fn.transforms.owned import newton_schulz_costs
 from fn.transforms.owned import owned as by_owners
+from fn.transforms.scaling import scale_by_sign
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.unsharded import Shards, labelled, unsharded
 
@@ -34,27 +37,22 @@ def muon(
     lr: float | Tensor = 0.02,
     momentum: float = 0.95,
     weight_decay: float = 0.01,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
     *,
     axis: str | None = None,
     labels: Labels = None,
+    shards: Shards | str | None = None,
     owned: bool = True,
-    nesterov: bool = True,
-    scale: Scale = "spectral_norm",
-    coefficients: str | Sequence[Triple] = "polar_express",
-    dtype: torch.dtype | None = None,
-    flatten: bool = False,
-    cautious: bool = False,
+    codec: Codec | None = None,
     other: Literal["adamw", "lion"] = "adamw",
     other_rate: float = 1.0,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
-    gather: Codec | None = None,
-    shards: Shards | str | None = None,
+    scale: Scale = "spectral_norm",
+    dtype: torch.dtype | None = None,
 ) -> Transform:
-    """Muon: matrices of hidden layers move along their momentum, made orthogonal; AdamW, or Lion, moves the others.
+    """Train with Muon: move matrices of hidden layers along their orthogonalised momentum, all else by AdamW or Lion.
+
+    Take it for transformers, with `labels`; over slow links with a codec, or `sign_muon` in its place.
+
+        m <- momentum m + g;    z = g + momentum m;    p <- p - lr (s NS(z) + weight_decay p)
 
         >>> import torch, fn
         >>> tx = fn.muon(0.1, axis="data")
@@ -70,25 +68,35 @@ def muon(
         >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
         0.450 -> 0.007
 
+    With Keller Jordan's coefficients, cautious decay, betas of AdamW's, and codes one way only it is this chain:
+
+        >>> ends = fn.add_decayed_weights(0.01, cautious=True), fn.scale_by_learning_rate(0.02)
+        >>> kinds = {
+        ...     "hidden": fn.chain(fn.scale_by_muon(0.95, nesterov=True, scale="max", coefficients="jordan"), *ends),
+        ...     "other": fn.chain(fn.scale_by_adam(0.8, 0.95), fn.scale(0.1), *ends),
+        ... }
+        >>> kind_of = lambda params: fn.tree.map(lambda p: "hidden" if p.ndim == 2 else "other", params)
+        >>> tx = fn.owned(fn.partition(kinds, kind_of), "data", codec=fn.int8(), feedback=fn.classic())
+
     Args:
         lr: of matrices, a float or a 0-d tensor; start with AdamW's rate times 2 where scale="rms_norm". other_rate:
             the rate of the others, as a multiple of it.
-        momentum, nesterov, scale, coefficients, dtype, flatten: as for `scale_by_muon`; with scale="rms_norm" a rate of
-            AdamW fits both kinds.
-        weight_decay, cautious: of all tensors, as for `add_decayed_weights`.
+        momentum, scale, dtype: as for `scale_by_muon`; with scale="rms_norm" a rate of AdamW fits both kinds.
+        weight_decay: of all tensors, decoupled.
         axis: the ranks that train together; None for none.
-        owned: whether each tensor's step is taken by one rank, see `fn.owned`, which keeps its state. False: all ranks
-            take all steps. The params are the same up to rounding.
-        codec, feedback, gather: as for `fn.owned`, where tensors are owned; as for `fn.unsharded`, where they are in
-            shards.
+        labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
+            and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
         shards: the axis over which params are divided by rows, or more of it, as for `fn.unsharded`: momentum stays on
             the shards, and each matrix is brought to one rank for the iterations. `fn.Optimizer` gives it for params of
             FSDP2. `axis` is then another one; no tensors are owned over it.
-        labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
-            and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
-        other: what moves the others. b1, b2: of it. eps: of AdamW and of Muon.
+        owned: whether each tensor's step is taken by one rank, see `fn.owned`, which keeps its state. False: all ranks
+            take all steps. The params are the same up to rounding.
+        codec: how gradients travel to the owners, or rows to the rank that has the matrix, and updates back, in the
+            compressed phase, with `classic()` feedback; None is exactly.
+        other: what moves the others: AdamW with betas 0.9 and 0.95, or Lion with them.
     Returns: a transform with a warm-up; where tensors are owned, or travel from shards in codes, also with a compressed
-        phase, which is exact, too, if there is neither codec nor gather.
+        phase, which is exact, too, if there is no codec. `freeze_after(n)` is its schedule then, and n may be small.
+    Raises: TypeError or ValueError that names the argument.
 
     Paper: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024); coefficients of Amsel et al.,
         The Polar Express (arXiv 2505.16932).
@@ -100,39 +108,110 @@ def muon(
         raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
     if not isinstance(owned, bool):
         raise TypeError(expected("owned", "True or False", f"{owned!r}"))
-    decay, rate = add_decayed_weights(weight_decay, cautious), scale_by_learning_rate(lr)
-    direction = scale_by_adam(b1, b2, eps) if other == "adamw" else scale_by_lion(b1, b2)
-    is_matrix = (lambda p: p.ndim >= 2) if flatten else (lambda p: p.ndim == 2)
-    named = hidden_and_other(labels, {"hidden": "muon", "other": other}, is_matrix)
-    rule = partial(orthogonalize, eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    named = hidden_and_other(labels, {"hidden": "muon", "other": other}, lambda p: p.ndim == 2)
+    rule = partial(orthogonalize, scale=scale, coefficients="polar_express", dtype=dtype)
     kind_of: Tree | Callable[[Tree], Tree] = named
     if shards is None:
-        iterations = scale_by_muon(momentum, nesterov, **rule.keywords)
+        iterations = scale_by_muon(momentum, True, **rule.keywords)
     else:
         kind_of, shards_of = labelled(shards, named, labels)
-        whole = unsharded(rule(), shards_of("muon"), codec=codec, feedback=feedback, gather=gather)
-        iterations = chain(trace(momentum, nesterov), whole)
-    kinds = {
-        "muon": chain(iterations, decay, rate),
-        other: chain(direction, decay, rate)
-        if other_rate == 1
-        else chain(direction, decay, scaling.scale(other_rate), rate),
-    }
-    inner = partition(kinds, kind_of)
+        iterations = chain(trace(momentum, True), unsharded(rule(), shards_of("muon"), codec=codec, gather=codec))
+    direction = scale_by_adam(0.9, 0.95) if other == "adamw" else scale_by_lion(0.9, 0.95)
+    slower = [] if other_rate == 1 else [scaling.scale(other_rate)]
+    decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    inner = partition({"muon": chain(iterations, decay, rate), other: chain(direction, decay, *slower, rate)}, kind_of)
     if shards is not None:
-        in_codes = codec is not None or gather is not None
-        mean = unfrozen(average(axis)) if in_codes else always_average(axis)
-        without = missing(Phase.LOCAL, "Muon")
-        return agreed(skip_nonfinite(chain(mean, inner)._replace(local_update=without)), axis)
+        mean = always_average(axis) if codec is None else unfrozen(average(axis))
+        return _finished(chain(mean, inner), axis, "Muon")
 
     def costs(params: Tree) -> Tree:
         pairs = named(params), newton_schulz_costs(params), params
         return tree.map(lambda label, cost, p: cost if label == "muon" else p.numel(), *pairs)
 
     if owned and axis is not None:
-        tx = by_owners(inner, axis, codec=codec, feedback=feedback, gather=gather, cost=costs)
-        return agreed(skip_nonfinite(tx), axis)
-    for name, given in (("codec", codec), ("feedback", feedback), ("gather", gather)):
-        if given is not None:
-            raise ValueError(f"{name}: is given where no tensors are owned; pass owned=True and an axis")
+        return agreed(skip_nonfinite(by_owners(inner, axis, codec=codec, gather=codec, cost=costs)), axis)
+    if codec is not None:
+        raise ValueError("codec: is given where no tensors are owned; pass owned=True and an axis")
     return agreed(skip_nonfinite(chain(always_average(axis), inner)), axis)
+
+
+def sign_muon(
+    lr: float | Tensor = 0.01,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    *,
+    axis: AxisNames,
+    labels: Labels = None,
+    votes: Literal["momenta", "directions"] = "momenta",
+    servers: bool = True,
+    other_rate: float = 0.2,
+    scale: Scale = "rms_norm",
+    dtype: torch.dtype | None = None,
+) -> Transform:
+    """Train with SignMuon: vote on momenta with one bit a number, and move along the vote, made orthogonal.
+
+    Take it for transformers over slow links, in every step: 1/32 of the bytes of exact gradients, no warm-up.
+
+        m_r <- momentum m_r + (1 - momentum) g_r;    p <- p - lr (s NS(majority_r sgn(m_r)) + weight_decay p)
+        votes="directions":                          p <- p - lr (majority_r sgn(NS(m_r)) + weight_decay p)
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.sign_muon(0.3, axis="data"), fn.freeze_after(0)
+        >>> def train(target):                # of each rank; ranks differ little, so that votes agree
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> noise = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> targets = noise[0] + 0.1 * noise
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 3)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.944 -> 0.011
+
+    Of convolutions, taken as matrices, it is this chain:
+
+        >>> votes = fn.compressed_average("data", fn.ballots(), fn.off())
+        >>> vote = fn.chain(fn.average("data"), fn.scale_by_sign(), votes)
+        >>> step = fn.chain(fn.scale_by_sign(), fn.orthogonalize(scale="rms_norm", coefficients="jordan", flatten=True))
+        >>> tx = fn.chain(fn.local_momentum(0.1), vote, step, fn.scale_by_learning_rate(0.01))
+
+    Args:
+        lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with AdamW's
+            rate times 4. momentum: mu. weight_decay: decoupled.
+        axis: the ranks that train together.
+        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
+            their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where
+            scale="rms_norm".
+        votes: on what ranks vote, their momenta, which are orthogonalised after it, or on directions that each rank
+            has orthogonalised by itself. Then every number of a step is lr or -lr, and `scale` changes nothing.
+        servers: as for `lion_vote`; where there are none, a tie is 0.
+        scale, dtype: Muon's, as for `scale_by_muon`; the coefficients are "jordan".
+    Returns: a transform with a warm-up, in which the mean of what ranks vote on is exact, and a compressed phase;
+        `freeze_after(n)` is its schedule, and n may be 0.
+    Raises: TypeError or ValueError that names the argument.
+
+    Paper: SignMuon and MuonUSign of github intsystems/SignMuon; Bernstein et al., signSGD with majority vote (arXiv
+        1810.05291).
+    Differs: with servers, ties and zeros vote by their index; there they are 0.
+    """
+    check_interval("momentum", momentum, "[0, 1)")
+    check_interval("other_rate", other_rate, "[0, inf)")
+    if votes not in ("momenta", "directions"):
+        raise ValueError(expected("votes", "'momenta' or 'directions'", f"{votes!r}"))
+    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"}, lambda p: p.ndim == 2)
+    sign = scale_by_sign()
+    # A sign in front of the vote changes no ballot, and is all of it on one rank.
+    vote = chain(average(axis), sign, compressed_average(axis, ballots(), off(), servers=servers), sign)
+    iterations = orthogonalize(eps=1e-7, scale=scale, coefficients="jordan", dtype=dtype)
+    step = partition({"muon": iterations, "other": sign}, named)
+    rates = partition({"muon": chain(), "other": scaling.scale(other_rate)}, named)
+    links = (vote, step) if votes == "momenta" else (step, vote)
+    ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    return _finished(chain(local_momentum(1 - momentum), *links, rates, *ends), axis, "sign_muon")
+
+
+def _finished(tx: Transform, axis: AxisNames | None, name: str) -> Transform:
+    """Return an optimizer in the usual wrappers, and without a local phase."""
+    return agreed(skip_nonfinite(tx._replace(local_update=missing(Phase.LOCAL, name))), axis)

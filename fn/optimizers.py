@@ -11,11 +11,12 @@ Adam from the gradient to the wire to the weight, read on in
     fn.kernels.rules                the arithmetic of a step, for one element or many
 
 These are pure functions. `fn.Optimizer` takes the same steps by kernels that write over the old state: `fn.inplace`.
+
+A named optimizer takes at most twelve arguments. Whoever wants another link, or another argument of a link, writes the
+chain, as the docstrings show; `fn.Optimizer` guards a chain as it guards these.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.sharded import sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
@@ -57,7 +58,11 @@ def adamw(
     *,
     axis: AxisNames | None = None,
 ) -> Transform:
-    """AdamW over exactly averaged gradients; on one rank the same as `torch.optim.AdamW`.
+    """Train with AdamW over exactly averaged gradients; on one rank this is `torch.optim.AdamW`.
+
+    Take it where the network is no bottleneck, and to compare the others with.
+
+        p <- p - lr (mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p)
 
         >>> import torch, fn
         >>> tx = fn.adamw(0.1, axis="data")
@@ -74,6 +79,7 @@ def adamw(
     Args: lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as in torch. axis: over which the gradients are
         averaged; None for none.
     Returns: a transform with a warm-up phase only.
+    Raises: ValueError if an argument is out of range.
 
     Paper: Loshchilov and Hutter (arXiv 1711.05101), algorithm 2.
     """
@@ -97,13 +103,18 @@ def onebit_adam(
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
-    layout: str = "flat",
     servers: bool = True,
     bias_correction: bool = False,
-    keep_zeros: bool = True,
     max_step: float | None = 1.0,
 ) -> Transform:
-    """1-bit Adam: Adam in the warm-up; then the second moment is frozen, and the momentum is averaged as signs.
+    """Train with 1-bit Adam: Adam in the warm-up; then freeze the second moment, and average the momentum as signs.
+
+    Take it for Adam's training over slow links, with a warm-up of a fifth of the run, or to leave DeepSpeed. For
+    transformers `sign_muon` sends as little and needs no warm-up.
+
+        warm-up:     mu, nu as Adam's, of the mean gradient
+        compressed:  mu <- C(b1 mu + (1 - b1) g_r);    u = mu / (sqrt(nu) + eps), at most max_step
+        p <- p - lr (u + weight_decay p)
 
         >>> import torch, fn
         >>> tx, schedule = fn.onebit_adam(0.1, axis="data"), fn.freeze_after(10)
@@ -117,6 +128,12 @@ def onebit_adam(
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
         tensor([ 2.2957, -1.1156,  0.9715])
 
+    In another layout of the messages it is this chain:
+
+        >>> mean = fn.compressed_average("data", fn.sign(), layout="per_tensor")
+        >>> moments = fn.scale_by_onebit_adam(sync=mean, max_step=1.0)
+        >>> tx = fn.chain(fn.average("data"), moments, fn.add_decayed_weights(0.01), fn.scale_by_learning_rate(0.1))
+
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together; `("local", "node")` averages exactly within a node, in codes across them.
@@ -125,20 +142,19 @@ def onebit_adam(
             `classic(lazy=True)` is the same in fewer passes over memory.
         warmup: how gradients are quantized in the warm-up, with `damped()` feedback; None is full precision. See
             `average`.
-        layout, servers: as for `compressed_average`; servers=False is faster for two ranks.
-        bias_correction, keep_zeros, max_step: as for `scale_by_onebit_adam`; max_step=None is the paper's step.
+        servers: as for `compressed_average`; False is faster for two ranks.
+        bias_correction, max_step: as for `scale_by_onebit_adam`; max_step=None is the paper's step.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
+    Raises: ValueError or TypeError that names the argument.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made. The
         step of the compressed phase is clamped to `max_step`.
     """
-    sync = _average_in_codes(axis, codec, feedback, layout, servers)
+    sync = _average_in_codes(axis, codec, feedback, "flat", servers)
     tx = chain(
         _warm_up(axis, warmup),
-        scale_by_onebit_adam(
-            b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros, max_step=max_step
-        ),
+        scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, max_step=max_step),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
@@ -156,7 +172,12 @@ def lamb(
     max_coeff: float = 10.0,
     min_coeff: float = 0.0,
 ) -> Transform:
-    """LAMB over exactly averaged gradients: Adam's direction, each tensor scaled by its trust ratio.
+    """Train with LAMB over exactly averaged gradients: Adam's direction, each tensor scaled by its trust ratio.
+
+    Take it for very large batches, where AdamW's rate would be too high for some layers.
+
+        u = mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p
+        p <- p - lr clamp(|p| / |u|, min_coeff, max_coeff) u
 
         >>> import torch, fn
         >>> tx = fn.lamb(0.1, axis="data")
@@ -173,6 +194,7 @@ def lamb(
     Args: lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps, weight_decay: as for Adam. axis:
         over which the gradients are averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
     Returns: a transform with a warm-up phase only.
+    Raises: ValueError if an argument is out of range.
 
     Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2, phi the identity within the bounds.
     """
@@ -197,18 +219,16 @@ def onebit_lamb(
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
-    layout: str = "fused",
     servers: bool = True,
     max_coeff: float = 10.0,
-    min_coeff: float = 0.01,
-    coeff_beta: float = 0.9,
     factor_max: float = 4.0,
-    factor_min: float = 0.5,
-    factor_threshold: float = 0.1,
-    keep_zeros: bool = True,
-    max_step: float | None = None,
 ) -> Transform:
-    """1-bit LAMB: LAMB in the warm-up; then trust ratios are frozen up to a bounded factor, and momentum is signs.
+    """Train with 1-bit LAMB: LAMB in the warm-up; then freeze trust ratios up to a factor, and send momentum as signs.
+
+    Take it where LAMB trains and the network is slow, or to leave DeepSpeed.
+
+        compressed:  mu <- C((b1 mu + (1 - b1) g_r) s) / s;    u = mu / (sqrt(nu) + eps) + weight_decay p
+                     p <- p - lr (coefficient factor) u,       s, coefficient and factor as in `scale_by_onebit_lamb`
 
         >>> import torch, fn
         >>> tx, schedule = fn.onebit_lamb(0.1, axis="data"), fn.freeze_after(10)
@@ -222,22 +242,25 @@ def onebit_lamb(
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
         tensor([ 1.3636, -0.8136,  1.1490])
 
+    With other bounds, a clamp, or one scale per tensor, which the factors s then do not change, it is this chain:
+
+        >>> mean = fn.compressed_average("data", fn.sign(), layout="flat")
+        >>> link = fn.scale_by_onebit_lamb(sync=mean, min_coeff=0.1, coeff_beta=0.8, max_step=10.0)
+        >>> tx = fn.chain(fn.average("data"), link, fn.scale_by_learning_rate(0.1))
+
     Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 2. axis: the ranks that train together.
-        codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
-            the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
-            `onebit_adam`.
-        others: as for `scale_by_onebit_lamb`. There is no max_step by default: with 1.0 it trained more slowly.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps, weight_decay, max_coeff, factor_max:
+            as for `scale_by_onebit_lamb`.
+        axis: the ranks that train together. codec, feedback, warmup, servers: as for `onebit_adam`; all tensors have
+            one scale, as in the paper.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
+    Raises: ValueError or TypeError that names the argument.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
-    Differs: with a `max_step` the direction of the compressed phase is clamped, before decay and norms.
     """
-    hyper = LambHyper(
-        b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
-    )
-    sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros, max_step=max_step)
+    sync = _average_in_codes(axis, codec, feedback, "fused", servers)
+    hyper = {"max_coeff": max_coeff, "factor_max": factor_max}
+    link = scale_by_onebit_lamb(b1, b2, eps, weight_decay, sync=sync, **hyper)
     return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
 
 
@@ -252,13 +275,16 @@ def zero_one_adam(
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
-    layout: str = "flat",
     servers: bool = True,
-    compress: Literal["steps", "gradients"] = "steps",
-    keep_zeros: bool = True,
     max_step: float | None = 10.0,
 ) -> Transform:
-    """0/1 Adam: steps that update the variance, steps that synchronise in codes, and local steps that send nothing.
+    """Train with 0/1 Adam: update the variance in some steps, synchronise in codes in some, send nothing in the rest.
+
+    Take it where even one bit per element in every step is too much, or to leave DeepSpeed; `diloco` sends less still.
+
+        variance step:       mu, nu as Adam's, of the mean gradient;  p <- p - lr (mu / (sqrt(nu) + eps) + wd p)
+        local step:          mu <- b1 mu + (1 - b1) g_r;              p <- p - lr mu / (sqrt(nu) + eps)
+        synchronising step:  a local step, then the ranks agree in codes on where they went: `scale_by_zero_one_adam`
 
         >>> import torch, fn
         >>> tx, schedule = fn.zero_one_adam(0.05, axis="data"), fn.zero_one_schedule(20, 2, 10, 4)
@@ -275,21 +301,18 @@ def zero_one_adam(
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps: as for Adam. weight_decay:
             decoupled.
-        axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
-            steps. layout, servers: as for `compressed_average`.
-        compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. The default
-            is larger than 1-bit Adam's, because a synchronising step consists of codes alone: with 1.0 it trained more
-            slowly.
-    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule. With compress="gradients" it
-        has no local phase, which that schedule asks for once the variance is frozen.
+        axis: the ranks that train together. codec, feedback, servers: as for `onebit_adam`. warmup: as there, for the
+            variance steps.
+        max_step: as for `scale_by_zero_one_adam`; None is the paper's step. The default is larger than 1-bit Adam's,
+            because a synchronising step consists of codes alone: with 1.0 it trained more slowly.
+    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
+    Raises: ValueError or TypeError that names the argument.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
     Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
     """
-    sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_zero_one_adam(
-        lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros, max_step=max_step
-    )
+    sync = _average_in_codes(axis, codec, feedback, "flat", servers)
+    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, max_step=max_step)
     return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link)), axis)
 
 
@@ -307,7 +330,11 @@ def loco_adamw(
     master: bool | None = None,
     layout: str = "flat",
 ) -> Transform:
-    """LoCo: AdamW on shards (ZeRO), whose gradients are reduced in 4 bits with a damped error feedback.
+    """Train with LoCo: AdamW on shards (ZeRO), whose gradients are reduced in 4 bits with a damped error feedback.
+
+    Take it where params and moments are divided among ranks, or should be; it was not told apart from AdamW in loss.
+
+        h = g_r + e_r;    e_r <- beta e_r + (1 - beta) (h - Q_4(h));    a shard of mean_r Q_4(h) is Adam's gradient
 
         >>> import torch, fn
         >>> tx, schedule = fn.loco_adamw(0.1, axis="data"), fn.freeze_after(2)
@@ -330,6 +357,7 @@ def loco_adamw(
         gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up, in full precision, and a compressed phase; `freeze_after(n)` is its schedule.
         n may be small: nothing is frozen, only the gradients go over to codes.
+    Raises: ValueError or TypeError that names the argument.
 
     Paper: Xie et al., LoCo (arXiv 2407.04480), algorithm 1 with Adam as the optimizer.
     Differs: see `damped` and `int4`; the scale is each block's maximum, not given.
@@ -356,11 +384,13 @@ def sharded_onebit_adam(
     layout: str = "flat",
     max_step: float | None = 1.0,
 ) -> Transform:
-    """1-bit Adam over ZeRO-1: the frozen second moment and the master params divided among the ranks.
+    """Train with 1-bit Adam over ZeRO-1: divide the frozen second moment and the master params among the ranks.
 
-    The momentum is all-reduced in codes, as in `onebit_adam`, and stays whole on every rank, because every rank adds
-    its gradient to it. On top of that the updates are gathered, in the params' dtype if `gather` is None. Take this
-    where memory is short, and `onebit_adam` where only the network is slow.
+    Take it where memory is short, and `onebit_adam` where only the network is slow. The momentum is all-reduced in
+    codes, as there, and stays whole on every rank, because every rank adds its gradient to it. On top of that the
+    updates are gathered, in the params' dtype if `gather` is None.
+
+        p_s <- p_s - lr (clamp(mu_s / (sqrt(nu_s) + eps)) + weight_decay p_s)    for the shard s of each rank
 
         >>> import torch, fn
         >>> tx, schedule = fn.sharded_onebit_adam(0.1, axis="data"), fn.freeze_after(10)
@@ -379,6 +409,7 @@ def sharded_onebit_adam(
             decoupled.
         axis, codec, feedback, max_step: as for `onebit_adam`. gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
+    Raises: ValueError or TypeError that names the argument.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1; Rajbhandari et al., ZeRO (arXiv 1910.02054).
     Differs: elements that never received a gradient take part in the exchange, where their momentum is not zero; their

@@ -25,7 +25,9 @@ def lion_vote(
     ties: str = "even",
     servers: bool = True,
 ) -> Transform:
-    """Distributed Lion: each rank keeps Lion's momentum, and votes on the sign of the step with one bit.
+    """Train with Distributed Lion: keep Lion's momentum on each rank, and vote on the sign of the step with one bit.
+
+    Take it over slow links where Lion trains, with a low rate and a high decay; for transformers `sign_muon` is better.
 
         u_r = b1 m_r + (1 - b1) g_r;   m_r <- b2 m_r + (1 - b2) g_r;   s = majority_r sgn(u_r)
         p <- p - lr (s + weight_decay p)
@@ -50,6 +52,7 @@ def lion_vote(
             all others.
     Returns: a transform with a warm-up, the sign of the exact mean of u_r, and a compressed phase; `freeze_after(n)` is
         its schedule, and n may be 0.
+    Raises: TypeError or ValueError that names the argument.
 
     Paper: Liu et al., Distributed Lion (arXiv 2404.00438), algorithm 1, with majority vote or averaging.
     Differs: ties and zeros vote by their index; in the authors' code always -1, so that with two ranks params drift

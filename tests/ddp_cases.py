@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import chains
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ MAKES = {
     "onebit_adam": partial(fn.onebit_adam, axis="data"),
     "lazy": partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=True), codec=fn.sign(64)),
     "no servers": partial(fn.onebit_adam, axis="data", servers=False),
-    "onebit_lamb": partial(fn.onebit_lamb, axis="data", layout="flat"),
+    "onebit_lamb": partial(chains.onebit_lamb, axis="data", layout="flat"),
     "zero_one_adam": partial(fn.zero_one_adam, axis="data"),
 }
 SCHEDULES = {"zero_one_adam": partial(fn.zero_one_schedule, 3, 2, 4, 4)}

@@ -73,7 +73,7 @@ OPTIMIZERS = (
     ),
     Named(
         "muon, int8",
-        partial(fn.muon, codec=fn.int8(), gather=fn.int8()),
+        partial(fn.muon, codec=fn.int8()),
         (Phase.WARMUP, Phase.COMPRESSED),
         fn.freeze_after(20),
     ),
@@ -99,7 +99,7 @@ OPTIMIZERS = (
 
 def muon_of_shards(lr: Any = 0.02, *, axis: str, **hyper: Any) -> fn.Transform:
     """Return Muon for params that are divided over the axis."""
-    return fn.muon(lr, shards=axis, codec=fn.int8(), gather=fn.int8(), **hyper)
+    return fn.muon(lr, shards=axis, codec=fn.int8(), **hyper)
 
 
 CODED = Phase.WARMUP, Phase.COMPRESSED
@@ -166,6 +166,9 @@ CODES = (
 """What `test_contract_of_codes.py` holds to its contract: all ranks have the same params behind codes of any kind."""
 
 each_of_all = pytest.mark.parametrize("optimizer", EVERY, ids=[optimizer.name for optimizer in EVERY])
+
+ADAMS = tuple(optimizer for optimizer in OPTIMIZERS if not optimizer.name.startswith("muon"))
+"""Those that take Adam's hyper-parameters."""
 
 NAMES = [optimizer.name for optimizer in OPTIMIZERS]
 

@@ -12,6 +12,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import ranks
 import registry
@@ -29,14 +30,14 @@ from fn.transforms.average_params import AverageParamsState
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,), "hollow": (3, 0), "kernel": (2, 3, 4)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 METHODS: dict[str, tuple[Any, Any]] = {
-    "diloco": (fn.diloco, fn.every(3, start=2)),
-    "diloco in signs": (partial(fn.diloco, codec=fn.sign(), store="cpu"), fn.every(3, start=2)),
+    "diloco": (chains.diloco, fn.every(3, start=2)),
+    "diloco in signs": (partial(chains.diloco, codec=fn.sign(), store="cpu"), fn.every(3, start=2)),
     "streaming": (
-        partial(fn.diloco, codec=fn.int8(), fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=1, start=2)
+        partial(chains.diloco, codec=fn.int8(), fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=1, start=2)
     ),
     "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(3, start=2)),
-    "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, start=2)),
-    "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3, start=2)),
+    "sparse_loco": (partial(chains.sparse_loco, k=4, tile=4), fn.every(3, start=2)),
+    "muloco": (partial(chains.muloco, codec=fn.bins(4, 6)), fn.every(3, start=2)),
     **{method.name: (method.make, method.schedule) for method in registry.CONTRIB_ROUNDS},
 }  # fmt: skip
 MADE = {name: make(0.02, axis="data") for name, (make, _) in METHODS.items()}

@@ -32,7 +32,6 @@ FLOORS = {
     "fn.vote_optimizers": 5,
     "fn.low_rank_optimizers": 5,
     "fn.muon_optimizers": 5,
-    "fn.muon_variant_optimizers": 5,
     "fn.adapters": 6,
     "fn.planner": 6,
     "fn.testing": 6,

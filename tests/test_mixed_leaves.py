@@ -16,6 +16,7 @@ from test_contract import World, form
 
 import fn
 from fn import Phase, tree
+from fn.adapters.deepspeed import transforms as deepspeed
 
 pytestmark = pytest.mark.slow
 
@@ -48,10 +49,12 @@ def test_params_and_state_keep_their_form(of_an_optimizer, dtypes, rate, world):
         assert form((w.params, w.state)) == start
 
 
-@pytest.mark.parametrize(("dtypes", "rate", "compress"), pairwise(MODELS, RATES, ("steps", "gradients")))
-def test_both_compressed_phases_of_zero_one_adam_do(dtypes, rate, compress):
+@pytest.mark.parametrize(("dtypes", "rate", "frozen"), pairwise(MODELS, RATES, (False, True)))
+def test_both_compressed_phases_of_deepspeeds_zero_one_adam_do(dtypes, rate, frozen):
     params = model(MODELS[dtypes])
-    tx = fn.zero_one_adam(RATES[rate], weight_decay=0.1, axis="data", compress=compress)
+    sync = fn.compressed_average("data", fn.sign())
+    hyper = 0.9, 0.999, 1e-8, 0.1
+    tx = deepspeed.scale_by_zero_one_adam(RATES[rate], *hyper, sync=sync, frozen=frozen, alone=False)
     state: Any = tx.init(params)
     start = form((params, state))
     for phase in (Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED):

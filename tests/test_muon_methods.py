@@ -14,7 +14,7 @@ import fn
 def test_a_tie_votes_by_its_index_where_there_are_servers() -> None:
     """Of two ranks that disagree everywhere nothing is left without servers.
 
-    Differs: fn.muon_variant_optimizers.sign_muon: with servers, ties and zeros vote by their index; there they are 0.
+    Differs: fn.muon_optimizers.sign_muon: with servers, ties and zeros vote by their index; there they are 0.
     """
     x = normal(6, 5)
     g = torch.stack([x, -x])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import ranks
 import torch
@@ -57,7 +55,6 @@ def test_gradients_in_another_order_train_the_same(optimizer):
 
 LINKS = {
     "coded mean": lambda: fn.compressed_average("data", fn.sign()),
-    "gradients in codes": lambda: fn.zero_one_adam(0.1, axis="data", compress="gradients"),
     "shards by tensor": lambda: fn.loco_adamw(0.1, axis="data", layout="per_tensor"),
     "shards of params": lambda: fn.loco_adamw(0.1, axis="data", master=True),
 }
@@ -66,17 +63,15 @@ LINKS = {
 @pytest.mark.parametrize("name", LINKS)
 def test_links_keep_what_was_not_delivered_by_key(name):
     phases = [Phase.WARMUP, *[Phase.COMPRESSED] * 3] if name != "coded mean" else [Phase.COMPRESSED] * 3
-    dims = 0 if name == "gradients in codes" else None
-    expected = trained(LINKS[name](), phases, dims)
-    torch.testing.assert_close(trained(LINKS[name](), phases, dims, gradients_turned=True), expected)
+    expected = trained(LINKS[name](), phases, None)
+    torch.testing.assert_close(trained(LINKS[name](), phases, None, gradients_turned=True), expected)
 
 
-@pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb, partial(fn.zero_one_adam, compress="gradients")])
+@pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb])
 def test_params_in_another_order_than_at_init_train_the_same(make):
     """As those of a file that sorts its keys."""
     tx, phases = make(0.1, axis="data"), [Phase.WARMUP, *[Phase.COMPRESSED] * 3]
-    dims = 0 if isinstance(make, partial) else None
-    torch.testing.assert_close(trained(tx, phases, dims, params_turned=True), trained(tx, phases, dims))
+    torch.testing.assert_close(trained(tx, phases, None, params_turned=True), trained(tx, phases, None))
 
 
 HALVES = {

@@ -275,8 +275,8 @@ def disagree(field: str) -> str:
         "eps": {"eps": 1e-6},
         "weight_decay": {"weight_decay": 0.1},
         "codec": {"codec": fn.sign(block=64)},
-        "layout": {"layout": "per_tensor"},
-        "keep_zeros": {"keep_zeros": False},
+        "servers": {"servers": False},
+        "max_step": {"max_step": 2.0},
     }
     hyper = changes.get(field, {}) if second else {}
     lr = 0.5 if field == "lr" and second else 0.25
@@ -302,8 +302,8 @@ NAMED = {
     "weight_decay": "weight_decay",
     "lr": "lr",
     "codec": "block",
-    "layout": "layout",
-    "keep_zeros": "keep_zeros",
+    "servers": "servers",
+    "max_step": "max_step",
     "optimizer": "onebit_lamb",
     "schedule": "steps is 20 on rank 1 and 10 on rank 0",
     "groups": "param groups is 2 on rank 1 and 1 on rank 0",

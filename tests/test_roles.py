@@ -20,7 +20,7 @@ WORDS = (
     "alone", "anchor", "copies", "coefficient", "dropped", "elapsed", "errors", "factor", "gradient_errors", "inner",
     "left_out", "local_params", "master", "mu", "mu_weight", "nu", "nu_fresh", "nu_weight", "others", "outer", "peak",
     "pending", "place", "q", "rank_local", "ratio", "roles", "scaling", "second_moment", "server", "shard", "skipped",
-    "skips", "step", "steps", "sync", "tail", "total", "watched", "went", "worker",
+    "skips", "step", "steps", "sync", "total", "watched", "worker",
 )  # fmt: skip
 """Names that fields of this library's own states have, and those of declarations and roles."""
 

@@ -23,16 +23,16 @@ from fn.kernels.layout import scale_dtype
 Tree = Any
 
 
-@invalidates({"init", "compensate", "residual", "follow"}, {"rule", "make"})
+@invalidates({"init", "compensate", "residual", "delivered"}, {"rule", "make"})
 class Feedback(NamedTuple):
     """How the error of one rank enters the next message.
 
     init: x (n,) -> error, for vectors like x.
     compensate: (x, error) -> (n,), what is encoded.
     residual: (compensated, decoded, error) -> the next error.
-    rule: what these three do, as data, for codecs that have a kernel for it. None: not told.
-    follow: (x, error) -> the next error after x was delivered exactly. With it an average averages in the warm-up, too,
-        so that the first step in codes has nothing to catch up on. None: an exact step leaves errors alone.
+    rule: what these three do, as data, for codecs that have a kernel for it. None: unknown.
+    delivered: (x, error) -> the next error after x was delivered exactly. With it an average averages in the warm-up,
+        too, so that the first step in codes has nothing to catch up on. None: an exact step leaves errors alone.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
 
     `_replace` of one of the functions also sets rule and make to None, unless they are given: they belong to the old.
@@ -42,7 +42,7 @@ class Feedback(NamedTuple):
     compensate: Callable[[Tensor, Tree], Tensor]
     residual: Callable[[Tensor, Tensor, Tree], Tree]
     rule: Any = None
-    follow: Callable[[Tensor, Tree], Tree] | None = None
+    delivered: Callable[[Tensor, Tree], Tree] | None = None
     make: Callable[[], Feedback] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -296,10 +296,10 @@ def differences() -> Feedback:
     def residual(compensated: Tensor, decoded: Tensor, error: Tensor) -> Tensor:
         return error + decoded.to(error.dtype)
 
-    def follow(x: Tensor, error: Tensor) -> Tensor:
+    def delivered(x: Tensor, error: Tensor) -> Tensor:
         return x.to(error.dtype, copy=True)
 
-    return Feedback(_zeros, compensate, residual, Differences(), follow, differences)
+    return Feedback(_zeros, compensate, residual, Differences(), delivered, differences)
 
 
 def off() -> Feedback:

@@ -68,27 +68,23 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Sized:
         leaves, mu, nu, fresh = lists
-        scaling = _read(moments.scaling)
-        alike = [g.to(moments.tail.dtype) for g in grads] if moments.tail.numel() else grads
-        sent, entering = [*mu, moments.tail], [*alike, moments.tail.to(alike[0].dtype)]
-        factors = torch.cat([scaling, torch.ones_like(scaling[:1])])
+        scaling = _read(moments.scaling)  # (S,)
 
         def rows(bucket: Bucket) -> Tensor:
-            return moving_averages(sent, entering, h.b1, bucket, factors)
+            return moving_averages(mu, grads, h.b1, bucket, scaling)
 
-        mean = average.average_rows(sent, moments.sync, rows)
+        mean = average.average_rows(mu, moments.sync, rows)
         ((bucket, vector, *_),) = mean.buckets
-        *averages, tail = layouts.split(vector, bucket)  # type: ignore[arg-type]
+        averages = layouts.split(vector, bucket)  # type: ignore[arg-type]
         size = largest_of(mean.numbers, moments.step) / scaling.min()
 
         def commit() -> None:
-            args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step, rule.keep_zeros
+            args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step, True
             sums = torch.ops.fn.onebit_lamb_moments_(leaves, averages, scaling, mu, nu, fresh, *args)
             last = _read(moments.factor)
             factor = bounded_factor(h, last, sums[:, 0].float(), *sums[:, 1:].sqrt().float().unbind(1))
             factor = torch.where(_counts(mu) > 0, factor, last)
             _write(moments.factor, factor)
-            moments.tail.copy_(tail)
             ratio = frozen_ratio(_read(moments.coefficient), factor)
             _descend(moments, lists, ratio, h, chain.descent.rate, rule.max_step)
             mean.keep()

@@ -29,10 +29,10 @@ from fn.transforms.sharded import (
     Sharded,
     ShardedState,
     check_shards,
-    followed,
     gather_in_place,
     kept_of,
     reduce_to_rows,
+    refreshed,
     shard_of,
     where_it_travels,
 )
@@ -52,7 +52,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     h = inner[0].update.rule if inner and isinstance(inner[0].update, Step) else None
     rests = isinstance(h, OnebitAdam) and h.keep_zeros and not links_of(h.average)
     if not isinstance(h, Adam | OnebitAdam) or (isinstance(h, OnebitAdam) and not rests):
-        adams = "scale_by_adam, or with scale_by_onebit_adam with keep_zeros and a sync that does nothing"
+        adams = "scale_by_adam, or with scale_by_onebit_adam whose sync does nothing"
         return f"fn.sharded has kernels for a chain that begins with {adams}"
     if not is_normal(h.eps, torch.float32):
         return NO_EPS
@@ -97,7 +97,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             keeps = isinstance(master, Tensor)
             old = master if keeps else shard_of(leaves, bucket, index)
             if keeps and rules.gather is None:
-                old = followed(master, leaves, bucket, index)
+                old = refreshed(master, leaves, bucket, index)
             dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
             whole = where_it_travels(old, dtype, bucket)
             moved = [old, mu] if b2 is None else [old, mu, nu]

@@ -35,7 +35,7 @@ from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import shown
+from fn.transforms.skip_nonfinite import nan_unless_finite
 
 Tree = Any
 
@@ -63,8 +63,8 @@ class Adam(NamedTuple):
 class OnebitAdam(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_adam`.
 
-    average: the update that averages the momentum. max_step: infinity for no clamp. Others: as for `Adam`, and the
-    arguments of `scale_by_onebit_adam`.
+    keep_zeros: whether the momentum stays zero where nu is; False is DeepSpeed's. average: the update that averages the
+    momentum. max_step: infinity for no clamp. Others: as for `Adam`.
     """
 
     b1: float
@@ -139,7 +139,6 @@ def scale_by_onebit_adam(
     *,
     sync: Transform,
     bias_correction: bool = False,
-    keep_zeros: bool = True,
     max_step: float | None = None,
 ) -> Transform:
     """Run Adam in the warm-up; then freeze the second moment and average the momentum in codes.
@@ -149,7 +148,8 @@ def scale_by_onebit_adam(
         u = mu / (sqrt(nu) + eps)
 
     In the warm-up g is the averaged gradient. In the compressed phase g_r is each rank's own, and C is the average in
-    codes, `sync`: what all ranks receive is the new momentum.
+    codes, `sync`: what all ranks receive is the new momentum. It stays zero where nu is zero, where no gradient ever
+    came: one bit cannot say zero, so such an element would drift by +-scale / eps in each step.
 
         >>> import torch, fn
         >>> link = fn.scale_by_onebit_adam(b1=0.5, b2=0.5, sync=fn.compressed_average("data", fn.sign()))
@@ -167,8 +167,6 @@ def scale_by_onebit_adam(
         b1, b2, eps: as for Adam.
         sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
         bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step; nu by 1 if there was none.
-        keep_zeros: keep the momentum at zero where nu is zero, where no gradient ever came. One bit cannot say zero,
-            so such an element would drift by +-scale / eps in each step.
         max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
             near 1. A sign code moves an element by the scale of its whole tensor: if its second moment froze near zero,
             hundreds of times as far. A step whose m is not finite is skipped, not clamped. The momentum and the
@@ -176,8 +174,8 @@ def scale_by_onebit_adam(
     Raises: ValueError if b1 or b2 is outside [0, 1), eps is negative or not finite, or max_step is not above zero.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
-    Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask. The step of
-        the compressed phase is clamped to `max_step`.
+    Differs: `bias_correction` is not in the paper, and a momentum without a second moment is not kept at zero there;
+        DeepSpeed needs a hand-written mask. The step of the compressed phase is clamped to `max_step`.
     """
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
@@ -210,18 +208,18 @@ def scale_by_onebit_adam(
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         state = next_momentum(updates, state, params, sync.compressed_update)
-        if keep_zeros and not bias_correction:  # what is below, in one pass over memory
+        if bias_correction:
+            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
+            out = direction(state, limit)
+        else:  # the same in one pass over memory
             mu, out = kept_direction(state.mu, state.nu, eps, limit)
             state = state._replace(mu=mu)
-        else:
-            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu)) if keep_zeros else state
-            out = direction(state, limit)
-        return (shown(out, state.mu) if limit < math.inf else out), state
+        return (nan_unless_finite(out, state.mu) if limit < math.inf else out), state
 
-    rule = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit)
+    rule = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
     exact = warmup if links_of(sync.warmup_update) else Step(Adam(b1, b2, eps, bias_correction), warmup)
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf)  # adapters warn of jumps where there is no clamp
     local, frozen = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # where nu is frozen
     return Transform(init, exact, Step(rule, compressed), local, needs_warmup=frozen, facts=facts)
 
@@ -250,6 +248,7 @@ def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
     mu, nu = zero_moments(params), zero_moments(params)
     leaves = tree.leaves(params)
     device = leaves[0].device if leaves else torch.device("cpu")
+    # The weights divide the moments: in float32, 1 - 0.999^t of the first steps is off by more than such moments are.
     wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
     weights = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
     return torch.zeros((), dtype=torch.int64, device=device), mu, nu, *weights

@@ -219,9 +219,9 @@ def _gather_feedback(axis: AxisNames, feedback: Feedbacks, given: Feedbacks | No
     """Return the feedback of the second half, None where it is that of the first. Raises: as `compressed_average`."""
     if given is not None and servers is False:
         raise ValueError("gather_feedback: is given with servers=False, where there is no second half; leave it out")
-    if any(one.follow is not None for one in _feedbacks_in(given)):
+    if any(one.delivered is not None for one in _feedbacks_in(given)):
         raise ValueError(expected("gather_feedback", "one for what is sent once, such as fn.classic()", f"{given!r}"))
-    if all(one.follow is None for one in _feedbacks_in(feedback)):
+    if all(one.delivered is None for one in _feedbacks_in(feedback)):
         return None if _same(given, feedback) else given
     if not isinstance(axis, str):
         raise ValueError(expected("feedback", "fn.differences() to have a single axis", f"{axis!r}"))
@@ -257,8 +257,8 @@ def _in_codes(
     server_feedback = feedback if gather_feedback is None else gather_feedback
     hops(axis, codec, server_feedback, ("codec", "gather_feedback"))
     worker_feedback = _feedbacks_in(feedback)[0]
-    # `differences()` has it, and no other: its error is what has arrived so far, which exact steps must follow, too.
-    follow = worker_feedback.follow if isinstance(axis, str) else None
+    # Only `differences()` has one: its error is the sum of all that has arrived, which exact steps change, too.
+    delivered = worker_feedback.delivered if isinstance(axis, str) else None
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
         return layouts.buckets(leaves, row_count(axis, servers=servers), align, layout)
@@ -285,14 +285,14 @@ def _in_codes(
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
-            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, return_hop)))
+            reshapes.add((state, errors_reshape(leaves, axis, plan, hop, return_hop)))
         return state
 
     def in_codes(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
         """Average a vector (n,) in codes: through servers, or straight to all ranks."""
-        if follow is not None and axis_size(axis) == 1:  # what is handed on is a difference on one rank, too
+        if delivered is not None and axis_size(axis) == 1:  # what is handed on is a difference on one rank, too
             whole: Tensor = primitives.pmean(worker_feedback.compensate(x, errors[0]).to(x.dtype), axis)
-            return whole, delivered(x, errors, segments)
+            return whole, after_exact(x, errors, segments)
         if gather_feedback is None:
             rule = axis, codec, feedback
             return compressed_all_reduce(x, errors, *rule, segments=segments, consume=consume, servers=servers)
@@ -301,18 +301,18 @@ def _in_codes(
         return whole, (worker, server)
 
     def exactly(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
-        return exact_mean(x, axis), delivered(x, errors, segments)
+        return exact_mean(x, axis), after_exact(x, errors, segments)
 
-    def delivered(x: Tensor, errors: Errors, segments: Segments) -> Errors:
+    def after_exact(x: Tensor, errors: Errors, segments: Segments) -> Errors:
         """Return the errors after x has arrived exactly."""
-        assert follow is not None
-        return follow(x, errors[0]), errors_of(x, segments, server_feedback)[1]
+        assert delivered is not None
+        return delivered(x, errors[0]), errors_of(x, segments, server_feedback)[1]
 
     def averaging(mean_of: Callable[[Tensor, Errors, Segments, bool], tuple[Tensor, Errors]]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, ErrorFeedbackState)
             tree.check_real(updates, "updates")
-            if axis_size(axis) == 1 and follow is None:
+            if axis_size(axis) == 1 and delivered is None:
                 return primitives.pmean(updates, axis), state
             leaves, structure = tree.flatten(_in_order(updates, params))
             means: dict[int, Tensor] = {}
@@ -334,7 +334,7 @@ def _in_codes(
         return update
 
     compressed, facts = averaging(in_codes), _facts(axis)
-    if follow is not None:
+    if delivered is not None:
         local = missing(Phase.LOCAL, "an average of differences")
         return Transform(init, averaging(exactly), compressed, local, facts=facts)
     if gather_feedback is not None:

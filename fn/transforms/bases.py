@@ -124,18 +124,18 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
             shapes, parts = [u.shape for u in leaves], basis.parts_of(leaves)
             params_parts = basis.parts_of(tree.leaves(params)) if reads_params(phase, parts) else parts
-            held = [parts, params_parts]
+            held = [parts, params_parts]  # handed over by pop: a name here would keep them through the average
             del updates, leaves, parts, params_parts  # so that nobody holds them while the mean needs memory
-            mean, state = average(held.pop(0), state, held.pop())
+            mean, state = average(held.pop(0), state, held.pop())  # lists of parts (chunks, length), a list per tensor
             return tree.unflatten(structure, basis.tensors_of(mean, shapes)), state
 
         return update
 
-    made = combine([inner], init, compose, Facts(() if axis is None else names(axis), ("in_basis",)))
+    tx = combine([inner], init, compose, Facts(() if axis is None else names(axis), ("in_basis",)))
     for name in ("warmup_update", "compressed_update", "local_update"):
-        if getattr(inner, name) is unchanged:
-            made = made._replace(**{name: unchanged})
-    return made
+        if getattr(inner, name) is unchanged:  # then there is nothing to transform there and back for
+            tx = tx._replace(**{name: unchanged})
+    return tx
 
 
 def _reads_params(update: UpdateFn) -> bool:
@@ -284,11 +284,11 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         framed = [x.reshape(frame(x.shape)) if x.numel() else x for x in tensors]
         vectors = {length: room.empty((chunks, length), dtype) for length, chunks in plan.chunks.items()}
         for batch in plan.batches:
-            place = vectors[batch.length].narrow(0, batch.start, batch.chunks).view(-1, *batch.sides)
+            place = vectors[batch.length].narrow(0, batch.start, batch.chunks).view(-1, *batch.sides)  # (N, sides...)
             x, done = room.empty(place.shape, tensors[0].dtype) if cosines else place, 0
             for counts, pieces in batch.runs:
                 several = math.prod(counts)
-                run = x.narrow(0, done, several).view(*counts, *batch.sides)
+                run = x.narrow(0, done, several).view(*counts, *batch.sides)  # (several, ...) -> (counts..., sides...)
                 room.write(run, torch.cat, [piece.of(framed[piece.tensor]) for piece in pieces])
                 done += several
             if cosines:
@@ -301,7 +301,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
     ) -> list[Tensor]:
         room = _Room(first)
         plan = layout_of(tuple(shapes), room.most)
-        vector = room.empty((sum(shape.numel() for shape in shapes),), first[0].dtype)
+        vector = room.empty((sum(shape.numel() for shape in shapes),), first[0].dtype)  # all tensors, end to end
         ends = [home + shape.numel() for home, shape in zip(plan.homes, shapes, strict=True)]
         tensors = [vector[home:end].view(s) for home, end, s in zip(plan.homes, ends, shapes, strict=True)]
         for batch in plan.batches:
@@ -392,8 +392,8 @@ class _Piece(NamedTuple):
             x = x.narrow(dim, start, count * side)
         return _in_tiles(x, self.counts, self.sides)
 
-    def leads_to(self, piece: _Piece) -> bool:
-        """Tell whether another piece is as wide, and follows on this one in the vector of all tensors."""
+    def is_followed_by(self, piece: _Piece) -> bool:
+        """Tell whether another piece is as wide, and comes next in the vector of all tensors."""
         if self.home is None or self.counts[1:] != piece.counts[1:]:
             return False
         return piece.home == self.home + self.chunks * math.prod(self.sides)
@@ -402,7 +402,7 @@ class _Piece(NamedTuple):
 class _Batch(NamedTuple):
     """Tiles that are transformed together: chunks start to start + chunks among those of their length.
 
-    runs: pieces that are copied together, which lead from one to the next, and their counts.
+    runs: pieces that are copied together, each of which comes next behind the last one, and their counts.
     """
 
     length: int
@@ -461,7 +461,7 @@ def _layout(shapes: Sequence[tuple[int, ...]], side_of: Callable[[int], int], mo
             count = sum(piece.chunks for piece in alike)
             runs = [
                 ((sum(piece.counts[0] for piece in run), *run[0].counts[1:]), run)
-                for run in _grouped(alike, _Piece.leads_to, count)
+                for run in _grouped(alike, _Piece.is_followed_by, count)
             ]
             batches.append(_Batch(length, start, count, alike[0].sides, tuple(runs)))
             start += count
@@ -483,7 +483,7 @@ def _grouped(pieces: list[_Piece], fits: Callable[[_Piece, _Piece], bool], most:
 
 def _in_tiles(x: Tensor, counts: Sequence[int], sides: Sequence[int]) -> Tensor:
     """Return a view (counts..., sides...) of elements that are cut along each dimension into whole tiles."""
-    x = x.view([n for pair in zip(counts, sides, strict=True) for n in pair])
+    x = x.view([n for pair in zip(counts, sides, strict=True) for n in pair])  # (count, side, count, side, ...)
     return x.permute([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
 
 
@@ -492,7 +492,7 @@ def _transform(x: Tensor, out: Tensor, room: _Room, *, inverse: bool) -> None:
     *inner, last = x.shape[1:]
     for i, side in enumerate(inner):
         matrix = _cosines(side, x.dtype, x.device)
-        rows = x.reshape(-1, side, math.prod(x.shape[i + 2 :]))
+        rows = x.reshape(-1, side, math.prod(x.shape[i + 2 :]))  # this side in the middle: one product for all others
         made = room.empty(rows.shape, x.dtype)
         room.write(made, torch.bmm, (matrix if inverse else matrix.T).expand(rows.shape[0], side, side), rows)
         x = made.view(x.shape)

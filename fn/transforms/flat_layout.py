@@ -75,6 +75,7 @@ def _bucket(
 ) -> Bucket:
     lengths = [shape.numel() for shape in shapes]
     lengths = [sum(lengths)] if fused else lengths
+    # of each tensor, its elements in a row: ceil(n / W) rounded up to the codec's alignment; row r has the r-th run
     widths = [-(-n // (world_size * align)) * align for n in lengths]
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
     counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # also where the default device is "meta"
@@ -84,12 +85,13 @@ def _bucket(
 def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """Return the bucket's leaves as one vector (n,), n = W rows of `bucket.segments`, zeros in the padding."""
     world_size = bucket.segments.valid.shape[0]
-    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]
+    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]  # (n_i,) each
     if bucket.fused:
         tensors = [end_to_end(tensors)]
     elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
         return end_to_end(tensors)
     if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_concrete(*tensors) and not is_recorded(tensors):
+        # Into memory that is used again in each step: fresh pages would cost more than the copy.
         table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype, tensors[0].device)
         clear_padding(table, tensors, bucket)
         flats, rows = paired_views([t.detach() for t in tensors], table, bucket)
@@ -99,10 +101,10 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     pieces = []
     for flat, width in zip(tensors, bucket.segments.widths, strict=True):
         pad = world_size * width - flat.shape[0]
-        pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))
+        pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))  # (n_i,) -> (W, width)
     if len(pieces) == 1:
         return pieces[0].reshape(-1)
-    return torch.cat(pieces, dim=1).reshape(-1)
+    return torch.cat(pieces, dim=1).reshape(-1)  # (W, n / W) -> (n,)
 
 
 def parts(bucket: Bucket) -> list[Bucket]:
@@ -190,7 +192,7 @@ def split(vector: Tensor, bucket: Bucket) -> list[Tensor]:
         lengths = [shape.numel() for shape in bucket.shapes]
         ends = vector[: sum(lengths)].split(lengths)
         return [piece.view(shape) for piece, shape in zip(ends, bucket.shapes, strict=True)]
-    pieces = _columns(vector.view(bucket.segments.valid.shape[0], -1), list(bucket.segments.widths))
+    pieces = _columns(vector.view(bucket.segments.valid.shape[0], -1), list(bucket.segments.widths))  # (W, width) each
     return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
 
 

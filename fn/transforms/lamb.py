@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from fn.transforms.adam import (
 )
 from fn.transforms.decay_and_lr import check_decay
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import shown
+from fn.transforms.skip_nonfinite import nan_unless_finite
 
 Tree = Any
 
@@ -56,7 +56,6 @@ class OnebitLambState(NamedTuple):
     coefficient: the moving trust ratio. factor: how far the ratio may have moved since; 1 in the warm-up.
     ratio: what the last update was scaled by.
     scaling: the factor that brings each tensor's momentum to the common scale.
-    tail: extra elements that travel with the momentum (see `onebit_lamb_by_tensor`).
     sync: the state of the transform that averages.
     """
 
@@ -68,7 +67,6 @@ class OnebitLambState(NamedTuple):
     factor: Tree
     ratio: Tree
     scaling: Tree
-    tail: Tensor
     sync: Tree
 
 
@@ -131,7 +129,6 @@ class OnebitLamb(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_lamb`. average: the momentum's."""
 
     hyper: LambHyper
-    keep_zeros: bool
     average: UpdateFn
     max_step: float
 
@@ -149,7 +146,6 @@ def scale_by_onebit_lamb(
     factor_max: float = 4.0,
     factor_min: float = 0.5,
     factor_threshold: float = 0.1,
-    keep_zeros: bool = True,
     max_step: float | None = None,
 ) -> Transform:
     """Run LAMB in the warm-up; then freeze ratios and second moment, and average the momentum in codes.
@@ -181,11 +177,10 @@ def scale_by_onebit_lamb(
 
     Args:
         weight_decay: inside the link, because the trust ratio sees it.
-        sync: the transform that averages the momentum; its updates are the pair (momentum, tail).
+        sync: the transform that averages the momentum, in the layout "fused", so that all tensors have one scale.
         max_coeff, min_coeff: bounds of the trust ratio. coeff_beta: decay of its moving average.
         factor_max, factor_min: bounds of the factor. factor_threshold: how far it may move in a step, relative to
             the last one; it wins over the bounds.
-        keep_zeros: keep the momentum at zero where nu is zero.
         max_step: clamp each element of q to +-max_step in the compressed phase, before decay and norms; None for no
             clamp. Frozen ratios are as they were. See `scale_by_onebit_adam`.
     Raises: ValueError if an argument is out of range.
@@ -197,82 +192,72 @@ def scale_by_onebit_lamb(
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    tx = onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros, max_step=max_step)
-    rule = OnebitLamb(hyper, keep_zeros, sync.compressed_update, limit_of(max_step))
-    compressed = Step(rule, tx.compressed_update)
-    return tx._replace(warmup_update=Step(hyper, tx.warmup_update), compressed_update=compressed)
-
-
-def onebit_lamb_by_tensor(
-    hypers: Callable[[int], list[LambHyper]],
-    *,
-    sync: Transform,
-    keep_zeros: bool = True,
-    max_step: float | None = None,
-    copy_fresh: bool = True,
-    tail: int = 0,
-) -> Transform:
-    """Do as `scale_by_onebit_lamb`, with hyper-parameters that differ from tensor to tensor.
-
-    Args:
-        hypers: number of tensors -> their hyper-parameters, in the order of the leaves.
-        copy_fresh: start nu_fresh from nu. False: from zero, as DeepSpeed does with a freeze step below 2.
-        tail: elements that travel behind the momentum and return undecayed in the next message: DeepSpeed's padding.
-    Raises: ValueError if a hyper-parameter is out of range.
-    """
     check_is_transform("sync", sync)
+    check_hyper(hyper)
     limit = limit_of(max_step)
-    for hyper in hypers(1):
-        check_hyper(hyper)
+
+    def hypers_of(updates: Tree) -> list[LambHyper]:
+        return [hyper] * len(tree.leaves(updates))
 
     def init(params: Tree) -> OnebitLambState:
-        step, mu, nu, _, _ = start_moments(params)
-        fresh = tree.map(torch.zeros_like, nu)
-        zero, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
-        leaves = tree.leaves(mu)
-        rest = (leaves[0] if leaves else torch.zeros((), dtype=torch.float32, device="cpu")).new_zeros(tail)
-        return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
+        moments = start_lamb(params)
+        return OnebitLambState._make([*moments, sync.init(moments[1])])
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         updates, params = check_arguments(updates, state, params, OnebitLambState, "mu")
-        rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
-        results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
-        out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
-        state = state._replace(
-            step=state.step + 1,
-            mu=mu,
-            nu=nu,
-            nu_fresh=nu if copy_fresh else state.nu_fresh,
-            coefficient=coefficient,
-            factor=tree.map(torch.ones_like, state.factor),
-            ratio=ratio,
-            scaling=common_scale(mu),
-        )
-        return out, state
+        return warm_step(hypers_of(updates), updates, state, params)
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         updates, params = check_arguments(updates, state, params, OnebitLambState, "mu")
-        leaves, structure = tree.flatten(updates)
-        hyper_of = hypers(len(leaves))
-        local = [
-            torch.lerp(g.to(m.dtype), m, h.b1) * s
-            for h, g, m, s in zip(hyper_of, leaves, tree.leaves(state.mu), tree.leaves(state.scaling), strict=True)
-        ]
-        sent = tree.unflatten(structure, local), state.tail
-        (mean, rest), sync_state = sync.compressed_update(sent, state.sync, (params, state.tail))
-        mu = tree.map(lambda m, s: m / s, mean, state.scaling)
-        if keep_zeros:
-            mu = keep_unseen_at_zero(mu, state.nu)
-        rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
-        results = [_step_tensor(h, limit, *row) for h, row in zip(hyper_of, rows, strict=True)]
-        out, fresh, factor, ratio = _columns(results, updates, 4)
-        out = shown(out, mu) if limit < math.inf else out
-        state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
-        return out, state._replace(step=state.step + 1)
+        # All tensors at one scale: the codes have a single one for the whole model, in which small momenta would drown.
+        sent = tree.map(
+            lambda g, m, s: torch.lerp(g.to(m.dtype), m, hyper.b1) * s, updates, state.mu, state.scaling
+        )
+        mean, sync_state = sync.compressed_update(sent, state.sync, params)
+        mu = keep_unseen_at_zero(tree.map(lambda m, s: m / s, mean, state.scaling), state.nu)
+        out, state = frozen_step(hypers_of(updates), limit, mu, state, params)
+        return (nan_unless_finite(out, mu) if limit < math.inf else out), state._replace(sync=sync_state)
 
+    rule = OnebitLamb(hyper, sync.compressed_update, limit)
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})  # nu is frozen
     facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
-    return Transform(init, warmup, compressed, local, needs_warmup=frozen, facts=facts)
+    return Transform(init, Step(hyper, warmup), Step(rule, compressed), local, needs_warmup=frozen, facts=facts)
+
+
+def start_lamb(params: Tree) -> tuple[Any, ...]:
+    """Return the fields of `OnebitLambState` before the first update, but `sync`, in their order."""
+    step, mu, nu, _, _ = start_moments(params)
+    coefficient, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
+    return step, mu, nu, tree.map(torch.zeros_like, nu), coefficient, factor, ratio, scaling
+
+
+def warm_step(hypers: Sequence[LambHyper], updates: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    """Return the updates and the state after a warm-up step. hypers: of each tensor."""
+    rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
+    results = [_warm_tensor(h, *row) for h, row in zip(hypers, rows, strict=True)]
+    out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
+    state = state._replace(
+        step=state.step + 1,
+        mu=mu,
+        nu=nu,
+        nu_fresh=nu,  # so that it goes on from there at the switch
+        coefficient=coefficient,
+        factor=tree.map(torch.ones_like, state.factor),
+        ratio=ratio,
+        scaling=common_scale(mu),
+    )
+    return out, state
+
+
+def frozen_step(hypers: Sequence[LambHyper], max_step: float, mu: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+    """Return the updates and the state after a compressed step.
+
+    Args: hypers: of each tensor. mu: the new momentum, which all ranks share. state: with the last one.
+    """
+    rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
+    results = [_step_tensor(h, max_step, *row) for h, row in zip(hypers, rows, strict=True)]
+    out, fresh, factor, ratio = _columns(results, mu, 4)
+    return out, state._replace(step=state.step + 1, mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio)
 
 
 def _warm_tensor(h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coefficient: Tensor) -> tuple[Tensor, ...]:
@@ -314,7 +299,7 @@ def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
-    if not nu.numel():
+    if not nu.numel():  # there is no largest element
         return last
     f = reference.steps.over_root(rules.denominator(nu, h.eps), fresh, h.eps).max().to(last.dtype)
     return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
@@ -372,6 +357,7 @@ def common_scale(mu: Tree) -> Tree:
     leaves, structure = tree.flatten(mu)
     if not leaves:
         return mu
+    # (S,), in float64: a quotient of two of them is a factor of every number that travels
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
     scaling = common_scale_of(rms)
     parts = [s.to(m.device, layout.scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]

@@ -199,7 +199,7 @@ def low_rank_average(
                 raise ValueError(expected("mean", "a transform that keeps nothing", "one with a state", cure))
         state = LowRankState(errors, q, states)
         if isinstance(axis, str):
-            reshapes.say((state, _reshape(leaves, plans, axis, feedback)))
+            reshapes.add((state, _reshape(leaves, plans, axis, feedback)))
         return state
 
     @cached_plan
@@ -225,9 +225,10 @@ def low_rank_average(
                 return means[: len(factors)], means[len(factors) :]
             pairs = zip(stacks, [x.mT for x in factors] if flipped else factors, strict=True)
             each = dict(sorted(pair for stack, x in pairs for pair in zip(stack.places, x.unbind(), strict=True)))
-            coded, _ = mean.compressed_update([*each.values()], state, [*each.values()])  # scales are those of a matrix
-            found = dict(zip(each, coded, strict=True))
-            means = [torch.stack([found[i] for i in stack.places]) for stack in stacks]
+            # Matrix by matrix, in the order of the leaves, so that no codec's scale is that of a whole stack.
+            coded, _ = mean.compressed_update([*each.values()], state, [*each.values()])
+            mean_of = dict(zip(each, coded, strict=True))
+            means = [torch.stack([mean_of[i] for i in stack.places]) for stack in stacks]
             return [x.mT for x in means] if flipped else means, exact.warmup_update(whole, (), whole)[0]
 
         def update(updates: Tree, state: LowRankState, params: Tree, /) -> tuple[Tree, LowRankState]:
@@ -246,47 +247,50 @@ def low_rank_average(
             iterated = {i for stack in stacks for i in stack.places}
             whole = [i for i in range(len(leaves)) if i not in iterated]
 
-            c = _compensated(leaves, state.errors, stacks, feedback)
-            alone = [leaves[i].to(scale_dtype(leaves[i])) for i in whole]
-            bases = [torch.stack([state.q[i] for i in stack.places]) for stack in stacks]
+            # Of a stack of B tensors, with n = rows and m = columns of what is iterated, and r = its rank:
+            c = _compensated(leaves, state.errors, stacks, feedback)  # (B, rows, columns)
+            means_of_whole = [leaves[i].to(scale_dtype(leaves[i])) for i in whole]  # as they are, until step 0 is over
+            bases = [torch.stack([state.q[i] for i in stack.places]) for stack in stacks]  # (B, m, r)
             q, errors = bases, list(state.errors)
             for step in range(iterations):
-                q = orthonormalized(q)
+                q = orthonormalized(q)  # (B, m, r)
                 p = [torch.bmm(_matrix(x, s.plan), right) for x, s, right in zip(c[:sent], stacks, q, strict=False)]
-                exactly = [*c[sent:], *alone] if step == 0 else []
+                # What does not travel in factors goes along with the first ones: another message would cost a latency.
+                exactly = [*c[sent:], *means_of_whole] if step == 0 else []
                 p, means = exchange(stacks[:sent], p, exactly, state.mean[0])
                 if step == 0:
-                    c[sent:], alone = means[: len(c) - sent], means[len(c) - sent :]
+                    c[sent:], means_of_whole = means[: len(c) - sent], means[len(c) - sent :]
                 rest = zip(c[sent:], stacks[sent:], q[sent:], strict=True)
                 p += [torch.bmm(_matrix(x, s.plan), right) for x, s, right in rest]
-                p = orthonormalized(p)
-                # R_r^T of this rank; its transpose would take three times as long on a CPU.
+                p = orthonormalized(p)  # (B, n, r), the same on all ranks
+                # R_r^T of this rank, (B, r, m); its transpose would take three times as long on a CPU.
                 r = [torch.bmm(left.mT, _matrix(x, s.plan)) for left, x, s in zip(p, c, stacks, strict=True)]
-                if step + 1 == iterations:
+                if step + 1 == iterations:  # before the exchange: the error is what this rank's own factor leaves
                     for x, left, right, stack in zip(c, p, r, stacks, strict=True):
                         after = _errors(x, left, right.mT, stack, errors, feedback)
                         for i, error in zip(stack.places, after, strict=True):
                             errors[i] = error
                 r[:sent], _ = exchange(stacks[:sent], r[:sent], [], state.mean[1], flipped=True)
-                q = [x.mT for x in r]
+                q = [x.mT for x in r]  # (B, m, r)
             del exactly, means, r
 
             outs, q_after = list(leaves), list(state.q)
-            for i, x in zip(whole, alone, strict=True):
+            for i, x in zip(whole, means_of_whole, strict=True):
                 outs[i] = x.to(leaves[i].dtype).view(leaves[i].shape)
             for x, left, right, basis, stack in zip(c, p, q, bases, stacks, strict=True):
-                is_zero = torch.linalg.vector_norm(right, math.inf, (1, 2), keepdim=True) == 0
+                # A Q of zeros, from a step without a gradient, would stay zero for good: the last one is kept.
+                is_zero = torch.linalg.vector_norm(right, math.inf, (1, 2), keepdim=True) == 0  # (B, 1, 1)
                 basis = torch.where(is_zero, basis, right).contiguous()
                 right = right / (right.norm(dim=1, keepdim=True) + EPS) if orthonormal else right
                 product = _product(left, right, stack.plan, x).to(leaves[stack.places[0]].dtype)
-                for i, *found in zip(stack.places, basis.unbind(), product.unbind(), strict=True):
-                    q_after[i], outs[i] = found[0], found[1].view(leaves[i].shape)
+                for i, next_q, out in zip(stack.places, basis.unbind(), product.unbind(), strict=True):
+                    q_after[i], outs[i] = next_q, out.view(leaves[i].shape)
             return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(q_after), state.mean)
 
         return Step(LowRankAverage(axis), update)
 
-    said = [] if mean is None else [facts_of(mean)]
-    facts = merged(facts_of(exact), *said, Facts(whole=("low_rank_average",)))
+    of_mean = [] if mean is None else [facts_of(mean)]
+    facts = merged(facts_of(exact), *of_mean, Facts(whole=("low_rank_average",)))
     if orthonormal:
         local = missing(Phase.LOCAL, "an average that is an orthonormal momentum")
         return Transform(init, with_mean(None), with_mean(mean), local, facts=facts)
@@ -340,18 +344,18 @@ def _compensated(
     grads, before = [leaves[i].reshape(-1) for i in places], [errors[i] for i in places]
     rule = _keep_and_deliver(feedback)
     if rule is None:
-        found = [feedback.compensate(g, e).to(scale_dtype(g)) for g, e in zip(grads, before, strict=True)]
+        compensated = [feedback.compensate(g, e).to(scale_dtype(g)) for g, e in zip(grads, before, strict=True)]
     elif is_concrete(*grads, *before) and not is_recorded([*grads, *before]):
         likes = [leaves[stack.places[0]] for stack in stacks]
         shapes = [(len(stack.places), stack.plan.rows, stack.plan.columns) for stack in stacks]
         pairs = zip(shapes, likes, strict=True)
         c = [memory_pool.empty(shape, scale_dtype(like), like.device) for shape, like in pairs]
-        out = [flat for x in c for flat in x.flatten(1).unbind()]
+        out = [flat for x in c for flat in x.flatten(1).unbind()]  # (B, rows, columns) -> B times (rows columns,)
         elementwise(rules.plus, (grads, before), rule[0], like=1, out=[out])
         return c
     else:
-        found = elementwise(rules.plus, (grads, before), rule[0], like=1)
-    each = iter(found)
+        compensated = elementwise(rules.plus, (grads, before), rule[0], like=1)
+    each = iter(compensated)
     return [torch.stack([next(each).view(s.plan.rows, s.plan.columns) for _ in s.places]) for s in stacks]
 
 

@@ -195,13 +195,13 @@ def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool
 
     Args: in_place: write over the matrices, in place of new memory.
     """
-    made = [z if in_place or z.numel() else z.new_empty(z.shape) for z in matrices]
+    results = [z if in_place or z.numel() else z.new_empty(z.shape) for z in matrices]
     full = [i for i, z in enumerate(matrices) if z.numel()]  # those that other ranks own have no elements
     for places in batches([(matrices[i].shape, matrices[i].dtype, matrices[i].device) for i in full]):
-        some = [matrices[full[k]] for k in places]
-        for k, x in zip(places, _of_a_shape(some, rule, some if in_place else None), strict=True):
-            made[full[k]] = x
-    return made
+        batch = [matrices[full[k]] for k in places]
+        for k, x in zip(places, _of_a_shape(batch, rule, batch if in_place else None), strict=True):
+            results[full[k]] = x
+    return results
 
 
 def batches(kinds: Iterable[tuple[torch.Size, torch.dtype, torch.device]]) -> list[list[int]]:
@@ -228,11 +228,11 @@ def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Te
     # a norm may be above 65504, and eps is 0 in float16
     x = x.to(torch.float32 if inside == torch.float16 else inside)
     rows, columns = x.shape[1:]
-    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps  # (b, 1, 1); eps keeps zeros zero
     x = (x.div_(norms) if is_concrete(x) and not is_recorded([x]) else x / norms).to(inside)
     for a, b, c in rule.triples:  # X X^T of the smaller side: p(X X^T) X is X p(X^T X)
-        gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))
-        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))  # (b, k, k), k = min(m, n)
+        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
         x = torch.baddbmm(x, *((powers, x) if rows <= columns else (x, powers)), beta=a)
     factor = FACTORS[rule.scale](rows, columns)
     if out is not None:

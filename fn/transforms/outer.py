@@ -251,17 +251,20 @@ def outer(
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
         here = [leaves[i] for i in places]
-        starts = [anchor[i].to(p).to(pending[i].dtype) for i, p in zip(places, here, strict=True)]  # on their device
-        steps = lists.elementwise(rules.plus, (starts, here), -1.0)
-        # one rank's alone would be left out of the mean of its place only, and the places' anchors would part for good
-        sound = true_on_all(all_finite(steps), island, device_of(leaves))
+        # Through the params' dtype: a wider anchor has digits that no rank's params ever had, and a rank that has not
+        # moved would send them as its difference.
+        anchors = [anchor[i].to(p).to(pending[i].dtype) for i, p in zip(places, here, strict=True)]
+        differences = lists.elementwise(rules.plus, (anchors, here), -1.0)  # anchor - p, in the shapes of the leaves
+        # Ranks with the same place in their islands average with each other. One rank's NaN would be left out of the
+        # mean of its place only, and the places' anchors would part for good: so it is a NaN on the whole island.
+        sound = true_on_all(all_finite(differences), island, device_of(leaves))
         if island and not known(sound):
-            steps = [torch.where(sound.to(x.device), x, torch.nan) for x in steps]
-        steps = [alike(x.to(host)) for x in steps]
+            differences = [torch.where(sound.to(x.device), x, torch.nan) for x in differences]
+        differences = [alike(x.to(host)) for x in differences]
         # numbers of the average that belong to a difference: a weight multiplies them with it, from 1 on
         of_sync = roles.replace(state.sync[number], "difference", torch.ones_like)
         state = state._replace(
-            pending=tree.unflatten(structure, put(pending, places, steps)),
+            pending=tree.unflatten(structure, put(pending, places, differences)),
             sync=_with(state.sync, number, of_sync),
             begun=_with(state.begun, number, torch.ones_like(state.begun[number])),
             sound=_with(state.sound, number, alike(sound.to(state.sound[number].device))),
@@ -274,14 +277,15 @@ def outer(
         if not places:
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
-        steps, before = [pending[i].to(leaves[i].device) for i in places], state.sync[number]
-        averaged, after = sync.compressed_update(steps, before, [anchor[i] for i in places])
-        averaged = [alike(x) for x in tree.leaves(averaged)]
-        ok = true_on_all(all_finite(averaged), shards, device_of(leaves))
+        differences, before = [pending[i].to(leaves[i].device) for i in places], state.sync[number]
+        means, after = sync.compressed_update(differences, before, [anchor[i] for i in places])
+        means = [alike(x) for x in tree.leaves(means)]
+        # Errors that a mean with a NaN left would make every later mean NaN: the old ones are kept.
+        ok = true_on_all(all_finite(means), shards, device_of(leaves))
         lasting = iter(roles.find(after, "lasting"))
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
         after = roles.replace(after, "lasting", lambda old: next(lasting))
-        pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, averaged, strict=True)])
+        pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, means, strict=True)])
         pending = tree.unflatten(structure, pending)
         return params, state._replace(pending=pending, sync=_with(state.sync, number, after))
 
@@ -293,7 +297,7 @@ def outer(
         begun, structure = state.begun[number], tree.flatten(params)[1]
         anchor, pending = tree.leaves(state.anchor), tree.leaves(state.pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
-        wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
+        wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]  # a narrow anchor would round the step away
         moves, outer_state = move(means, state.outer[number], wide)
         new = lists.elementwise(rules.plus, (wide, moves), 1.0, out=room_in(moves, [*means, *wide]))
         rounded = [x.to(leaves[i].dtype) for i, x in zip(places, new, strict=True)]

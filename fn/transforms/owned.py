@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -138,8 +139,8 @@ def owned(
     _check_inner(inner, axis)
     exact = Hop(axis, identity(), off())
     kept = classic() if feedback is None else feedback
-    (there,) = hops(axis, codec, kept) if codec is not None else [exact]
-    (back,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
+    (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
+    (to_all,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
     if feedback is not None and codec is None and gather is None:
         raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
 
@@ -155,16 +156,18 @@ def owned(
         params = tree.map(Tensor.detach, params)
         leaves, structure = tree.flatten(params)
         owners = plan(params, axis_size(axis), cost)
-        fields = {**describe((there, back, inner)), **describe_leaves(params), "owners": owners}
+        fields = {**describe((to_owner, to_all, inner)), **describe_leaves(params), "owners": owners}
         check_agreement(axis, fields, device_of(params))
-        own = _own(leaves, owners, axis)
+        own = _own(leaves, owners, axis)  # the shapes of the leaves here; (0, ...) for those of other ranks
         state = inner.init(tree.unflatten(structure, [x.clone() for x in own]))
-        # labels that are made from sizes would be others where tensors have no elements
+        # Labels that a function makes of sizes would differ where tensors have no elements, and so would the states:
+        # the ranks would then read each other's tensors as their own.
         check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
-        errors = ErrorFeedbackState(errors_of(leaves, there), tuple(() for _ in leaves))
-        if not there.exact:
-            reshapes.say((errors, errors_reshape(leaves, axis, lambda world: rows_of(leaves, there), there, there)))
-        of_owners = errors_of([x.to(wide(x.dtype)) for x in own], back)
+        errors = ErrorFeedbackState(errors_of(leaves, to_owner), tuple(() for _ in leaves))  # no servers: owners serve
+        if not to_owner.exact:
+            rows = partial(rows_of, leaves, to_owner)
+            reshapes.add((errors, errors_reshape(leaves, axis, lambda world: rows(), to_owner, to_owner)))
+        of_owners = errors_of([x.to(wide(x.dtype)) for x in own], to_all)
         return OwnedState(state, errors, of_owners, torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
     def step(phase: Phase) -> UpdateFn:
@@ -181,21 +184,24 @@ def owned(
                 check_owners(state, owners)
                 codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
                 worker, of_owners = state.errors.worker, state.back
-                if codes and not there.exact:
-                    means, worker = _means_in_codes(grads, worker, owners, there)
+                # W gradients of each tensor become one mean, at its owner; (0, ...) at the other ranks
+                if codes and not to_owner.exact:
+                    means, worker = _means_in_codes(grads, worker, owners, to_owner)
                 else:
                     means = _exact_means(grads, owners, axis)
                 own_params = tree.unflatten(structure, _own(leaves, owners, axis))
-                with flags.unassumed():
+                with flags.unassumed():  # own tensors may be finite where another rank's are not
                     moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
+                    # A guard inside skips on one rank only; its NaN travels, so that the guard outside skips on all.
                     moves, inside = show_failures(moves, state.inner, inside)
                 del means  # before memory is taken for the updates of all tensors
-                if codes and not back.exact:
-                    found, of_owners = _updates_in_codes(tree.leaves(moves), leaves, of_owners, owners, back)
+                # an update at each owner becomes all updates on every rank, in the shapes of the leaves
+                if codes and not to_all.exact:
+                    gathered, of_owners = _updates_in_codes(tree.leaves(moves), leaves, of_owners, owners, to_all)
                 else:
-                    found = _exact_updates(tree.leaves(moves), leaves, owners, axis)
+                    gathered = _exact_updates(tree.leaves(moves), leaves, owners, axis)
                 errors = state.errors._replace(worker=worker)
-                return tree.unflatten(structure, found), OwnedState(inside, errors, of_owners, state.owners)
+                return tree.unflatten(structure, gathered), OwnedState(inside, errors, of_owners, state.owners)
 
             return Step(Owned(move, by), own_code(update))
 
@@ -280,7 +286,7 @@ def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[
     kinds: dict[Any, list[int]] = {}
     for i, kind in enumerate(shapes):
         kinds.setdefault(kind, []).append(i)
-    owners, loads = [0] * len(shapes), [0.0] * world
+    owners, loads = [0] * len(shapes), [0.0] * world  # loads: of what is left over; whole rounds load all ranks alike
     by_cost = sorted(kinds.items(), key=lambda entry: -entry[0][1])
     for (_, price), places in by_cost:
         whole_rounds = len(places) // world * world
@@ -307,7 +313,7 @@ def _shares(owners: Sequence[int]) -> list[int]:
 def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
     """Return own leaves as they are, and tensors without elements for those of others; zeros under `simulate`."""
     size, rank, transport = axes.resolve(axis)
-    if transport == axes.SIMULATED:
+    if transport == axes.SIMULATED:  # vmap gives all ranks the same shapes, so what others own is zero, not empty
         return [torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in zip(leaves, owners, strict=True)]
     here = axes.own_rank(axis)
     mine = [size == 1 or owner == here for owner in owners]
@@ -325,15 +331,16 @@ def rows_of(leaves: Sequence[Tensor], hop: Hop) -> list[Bucket]:
 
 def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
     """Return the means of own tensors, float32 for half precision, and tensors without elements for those of others."""
-    if axes.resolve(axis).transport == axes.SIMULATED:  # a vector for all, since vmap takes long for each call
+    if axes.resolve(axis).transport == axes.SIMULATED:  # one vector for all: each call under vmap takes long
         buckets = layouts.buckets(grads, 1, 1, "flat")
+        # (1, n) on each rank -> (W, n) on all of them: the mean is taken everywhere, and cut down to own tensors
         rows = to_owners([layouts.join(grads, bucket)[None] for bucket in buckets], [0] * len(buckets), axis)
         vectors = [mean_of_rows(identity(), some) for some in rows]
         parts = [layouts.split(vector, bucket) for vector, bucket in zip(vectors, buckets, strict=True)]
         places = [i for bucket in buckets for i in bucket.leaf_indices]
-        found = dict(zip(places, (x for some in parts for x in some), strict=True))
-        return _own([found[i] for i in range(len(grads))], owners, axis)
-    columns = columns_to_owners([g.contiguous() for g in grads], owners, axis)
+        mean_of = dict(zip(places, (x for some in parts for x in some), strict=True))
+        return _own([mean_of[i] for i in range(len(grads))], owners, axis)
+    columns = columns_to_owners([g.contiguous() for g in grads], owners, axis)  # of own tensors W each, None of others
     own = axes.own_rank(axis) if is_concrete(*grads) and not is_recorded(grads) else None
     means = iter(_means([x for x in columns if x is not None], own))
     return [
@@ -347,17 +354,19 @@ def _means(columns: Sequence[Sequence[Tensor]], own: int | None) -> list[Tensor]
     Args: columns: of each tensor those of all ranks. own: the rank whose tensors are this rank's gradients; those of
         the others were received, and are written over. None: nothing is.
     """
-    ranks = [*map(list, zip(*columns, strict=True))]
+    ranks = [*map(list, zip(*columns, strict=True))]  # tensors of W ranks -> W lists of tensors
     if not ranks:
         return []
     total = [x.to(wide(x.dtype)) for x in ranks[0]]
+    # The sum is written over what was received. This rank's own gradients are the caller's, so where they come first
+    # the second rank's tensors are the room.
     room = None if own is None or len(ranks) == 1 else ranks[1] if own == 0 else total
     room = room if room and [x.dtype for x in room] == [x.dtype for x in total] else None
     for row in ranks[1:]:
         total = elementwise(rules.plus, (total, row), 1.0, out=None if room is None else [room])
         room = None if own is None else total
-    made: list[Tensor] = elementwise(rules.scaled, (total,), 1.0 / len(ranks), out=None if room is None else [room])
-    return made
+    means: list[Tensor] = elementwise(rules.scaled, (total,), 1.0 / len(ranks), out=None if room is None else [room])
+    return means
 
 
 def _means_in_codes(
@@ -367,15 +376,16 @@ def _means_in_codes(
     buckets, items, after = _buckets(grads, grads, errors, owners, hop), [], [*errors]
     for bucket in buckets:
         items.append(_encoded(grads, after, bucket, hop, worker=True))
-    found: dict[int, Tensor] = {}
+    mean_of: dict[int, Tensor] = {}
     for bucket, received in zip(buckets, to_owners(items, _owners_of(buckets, owners), hop.axis), strict=True):
-        if received is not None:
+        if received is not None:  # codes of W rows, at the owner
             means = layouts.split(mean_of_rows(hop.for_rows(bucket.segments), received), bucket)
-            found.update(zip(bucket.leaf_indices, means, strict=True))
-    made = [
-        found[i].to(wide(g.dtype)) if i in found else _without_elements(g, wide(g.dtype)) for i, g in enumerate(grads)
+            mean_of.update(zip(bucket.leaf_indices, means, strict=True))
+    means = [
+        mean_of[i].to(wide(g.dtype)) if i in mean_of else _without_elements(g, wide(g.dtype))
+        for i, g in enumerate(grads)
     ]
-    return _own(made, owners, hop.axis), tuple(after)
+    return _own(means, owners, hop.axis), tuple(after)
 
 
 def _buckets(
@@ -412,6 +422,7 @@ def _encoded(leaves: Sequence[Tensor], errors: list[Tree], bucket: Bucket, hop: 
     are_joined = len(places) > 1 and isinstance(errors[places[0]], Tensor)
     error = torch.cat([errors[i] for i in places]) if are_joined else errors[places[0]]
     check_vector(x, error, hop.codec.align, "updates")
+    # (n,) -> codes of one row (1, n): an owner takes whole tensors, where a server would take a piece of each
     payload, error = encode(hop.for_rows(bucket.segments), hop.feedback, x.view(1, -1), error, worker=worker)
     parts = error.split([*bucket.segments.widths]) if are_joined else [error] * len(places)
     for i, part in zip(places, parts, strict=True):
@@ -428,7 +439,7 @@ def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequ
     for move, p, owner in zip(moves, like, owners, strict=True):
         if here is None or owner == here:
             items.append(move[None])
-        else:
+        else:  # says the shape that is to be received, and takes no memory
             form = forms.setdefault((move.dtype, move.device), move.new_empty(1))
             items.append(form.expand(1, *p.shape))
     return [row[0] for row in from_owners(items, owners, axis)]
@@ -447,11 +458,11 @@ def _updates_in_codes(
         else:
             move, codec = moves[bucket.leaf_indices[0]], hop.for_rows(bucket.segments)
             items.append(_form(codec, bucket.segments.row_length, move.dtype, move.device))
-    found: dict[int, Tensor] = {}
+    update_of: dict[int, Tensor] = {}
     for bucket, payload in zip(buckets, from_owners(items, of_buckets, hop.axis), strict=True):
-        parts = layouts.split(hop.for_rows(bucket.segments).decode(payload).reshape(-1), bucket)
-        found.update(zip(bucket.leaf_indices, parts, strict=True))
-    return [found[i].to(move.dtype) for i, move in enumerate(moves)], tuple(after)
+        parts = layouts.split(hop.for_rows(bucket.segments).decode(payload).reshape(-1), bucket)  # (1, n) -> (n,)
+        update_of.update(zip(bucket.leaf_indices, parts, strict=True))
+    return [update_of[i].to(move.dtype) for i, move in enumerate(moves)], tuple(after)
 
 
 @cached_plan

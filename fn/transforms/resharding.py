@@ -46,7 +46,7 @@ class Reshape(NamedTuple):
 
 
 class Notes(threading.local, Generic[Note]):
-    """What an init says beside the state that it returns, by thread; dropped where nobody collects it."""
+    """Notes that an init leaves beside the state that it returns, by thread; dropped where nobody collects them."""
 
     _notes: list[Note] | None = None
 
@@ -59,7 +59,7 @@ class Notes(threading.local, Generic[Note]):
         finally:
             self._notes = before
 
-    def say(self, note: Note) -> None:
+    def add(self, note: Note) -> None:
         """Add a note to the list of whoever collects."""
         if self._notes is not None:
             self._notes.append(note)

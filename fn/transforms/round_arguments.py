@@ -112,8 +112,8 @@ def _is_quiet(inner: Transform) -> bool:
 
 def _links(update: UpdateFn) -> list[UpdateFn]:
     """Return the links of an update, and of those in guards."""
-    found = [original(link.update) for link in links_of(update)]
-    return [x for one in found for x in (_links(one.inner) if isinstance(one, Guarded) else [one])]
+    updates = [original(link.update) for link in links_of(update)]
+    return [x for one in updates for x in (_links(one.inner) if isinstance(one, Guarded) else [one])]
 
 
 def check_outer_tx(outer_tx: Any) -> None:

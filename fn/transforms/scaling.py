@@ -31,8 +31,8 @@ class ByShape(NamedTuple):
                 alike.setdefault(math.sqrt(x.shape[0] / math.prod(x.shape[1:])), []).append(i)
         for factor, places in alike.items():
             some = [leaves[i] for i in places]
-            found = elementwise(rules.scaled, (some,), factor, out=None if out is None else [some])
-            for i, x in zip(places, found, strict=True):
+            scaled = elementwise(rules.scaled, (some,), factor, out=None if out is None else [some])
+            for i, x in zip(places, scaled, strict=True):
                 leaves[i] = x
         return tree.unflatten(structure, leaves)
 

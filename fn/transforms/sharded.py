@@ -140,7 +140,7 @@ class Division(NamedTuple):
 
     def placed(self, bucket: Bucket, shard: Tensor) -> list[Tensor]:
         """Return tensors of the bucket's shapes that hold a shard (n / W,) in its place, and zeros elsewhere."""
-        full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])
+        full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])  # (W, n / W)
         full[int(self.row)] = shard
         return split(full.view(-1), bucket)
 
@@ -248,11 +248,11 @@ def sharded(
         check_agreement(axis, {**describe((rules, inner)), **describe_leaves(params)}, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
-        plan = rules.arrange(leaves)
-        divisions.say(Division(plan, index))
+        plan = rules.arrange(leaves)  # leaves of a dtype and device make a vector (n,), padded to W rows (n / W,)
+        divisions.add(Division(plan, index))
         for bucket in plan:
             like = leaves[bucket.leaf_indices[0]]
-            owned.append(shard_of(leaves, bucket, index).to(wide(like.dtype), copy=True))
+            owned.append(shard_of(leaves, bucket, index).to(wide(like.dtype), copy=True))  # (n / W,)
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(start_exchange(x, bucket, rules))
@@ -260,7 +260,7 @@ def sharded(
         state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
         if isinstance(axis, str):
             paths = tree.paths(params) if layout == "per_tensor" else None
-            reshapes.say((state, _moves(state, leaves, paths, rules)))
+            reshapes.add((state, _moves(state, leaves, paths, rules)))
         return state
 
     def step(phase: Phase) -> UpdateFn:
@@ -278,14 +278,14 @@ def sharded(
             grads = tree.leaves(tree.in_order(updates, params, "updates"))
             shards, kept, owned = [], [], []
             for bucket, before, saved in zip(plan, kept_of(state), state.master, strict=True):
-                shard, after = reduce_to_shard(join(grads, bucket), before, bucket, rules, codes)
+                shard, after = reduce_to_shard(join(grads, bucket), before, bucket, rules, codes)  # (n,) -> (n / W,)
                 shards.append(shard)
                 kept.append(after)
                 if not isinstance(saved, Tensor):
                     owned.append(shard_of(leaves, bucket, index).to(shard.dtype))
                 else:
-                    owned.append(saved if rules.gather is not None else followed(saved, leaves, bucket, index))
-            with flags.unassumed():
+                    owned.append(saved if rules.gather is not None else refreshed(saved, leaves, bucket, index))
+            with flags.unassumed():  # this shard may be finite where another rank's is not
                 moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
                 moves, inside = show_failures(moves, state.inner, inside)
             new_leaves: dict[int, Tensor] = {}
@@ -294,7 +294,7 @@ def sharded(
                 sends_params = isinstance(state.master[i], Tensor)
                 value = old + moved if sends_params else moved
                 dtype = leaves[bucket.leaf_indices[0]].dtype if sends_params else moved.dtype
-                whole, kept[i] = gather_back(value, dtype, kept[i], bucket, rules, codes)
+                whole, kept[i] = gather_back(value, dtype, kept[i], bucket, rules, codes)  # (n / W,) -> (n,)
                 parts = zip(bucket.leaf_indices, split(whole, bucket), strict=True)
                 new_leaves.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
                 masters.append(value if sends_params else ())
@@ -398,7 +398,7 @@ def reduce_to_rows(
         consume = layouts.is_fresh(x, leaves, bucket)
         shard, kept = reduce_to_shard(x, kept, bucket, rules, codes, consume=consume)
         return [shard], kept
-    return swap_rows(layouts.rows_of(leaves, bucket), rules.axis), kept
+    return swap_rows(layouts.rows_of(leaves, bucket), rules.axis), kept  # W rows, one to each rank -> one of each rank
 
 
 def _reduce_momentum(
@@ -409,14 +409,14 @@ def _reduce_momentum(
     That is mu + (mu' - mu) / (1 - b1): the inner transform's moving average, with the same decay, then arrives at mu'.
     """
     b1, ranks, index = float(rules.momentum or 0.0), bucket.segments.valid.shape[0], axis_index(rules.axis)
-    before = row_of(kept.momentum, index, ranks)
+    before = row_of(kept.momentum, index, ranks)  # (n,) -> (n / W,)
     if codes:
         wider = x.to(kept.momentum.dtype)
         local = torch.lerp(wider, kept.momentum, b1, **({"out": wider} if consume else {}))
         errors = kept.worker, kept.server
         rule = rules.axis, rules.codec, rules.feedback
         fresh = is_concrete(local)  # its memory becomes the error's
-        mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments, consume=fresh)
+        mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments, consume=fresh)  # (n,)
         return before + (row_of(mean, index, ranks) - before) / (1.0 - b1), Kept(*errors, mean)
     shard = _exact_shard(x, bucket, rules)
     mean = _gather_exactly(torch.lerp(shard, before, b1), shard.dtype, bucket, rules)
@@ -433,7 +433,7 @@ def gather_back(
     if not codes or rules.gather is None:
         return _gather_exactly(value, dtype, bucket, rules), kept
     rule = (rules.axis, rules.gather, rules.gather_feedback)
-    if rules.momentum is not None:  # the server error is of the momentum's exchange, and stays
+    if rules.momentum is not None:  # the server error belongs to the momentum's exchange, and must not be spent here
         return all_gather_shards(value, (), *rule, segments=bucket.segments)[0], kept
     whole, server = all_gather_shards(value, kept.server, *rule, segments=bucket.segments)
     return whole, kept._replace(server=server)
@@ -484,7 +484,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def row_of(vector: Tensor, index: Tensor, rows: int) -> Tensor:
     """Return row `index` of a vector (n,) of `rows` equal rows; it may share memory with the vector."""
-    table = vector.view(rows, -1)
+    table = vector.view(rows, -1)  # (W, n / W)
     if is_concrete(index, vector):
         return table[int(index)]
     return table.index_select(0, index.to(vector.device).view(1)).view(-1)
@@ -502,8 +502,8 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     if bucket.fused and adjoin(tensors):
         tensors = [end_to_end(tensors)]
     number, starts = int(index), [0] * len(tensors)
-    widths = list(bucket.segments.widths)
-    if bucket.fused:  # the tensors lie end to end, so each begins where the one before it ends
+    widths = list(bucket.segments.widths)  # of each tensor in a row; a row has a piece of every tensor
+    if bucket.fused:  # the tensors lie end to end, so a row may hold any of them: each begins where the last one ends
         widths = widths * len(tensors)
         starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
     pieces = [_piece(t, number * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
@@ -520,10 +520,10 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
-def followed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
-    """Return a master shard (n / W,) with what was written into the params since they were rounded from it.
+def refreshed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
+    """Return a master shard (n / W,) that takes over what was written into the params since they were rounded from it.
 
-    That may be a checkpoint that a model loads, or a clamp after each step.
+    That may be a checkpoint that a model loads, or a clamp after each step; without it, the next step would undo them.
 
     Args: leaves, bucket, index: as for `shard_of`.
     """

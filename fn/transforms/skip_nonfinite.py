@@ -105,6 +105,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
                 return local(updates, state, params)
             before = state.inner
             if roles.find(before, "skips"):
+                # A guard inside returns NaN where it skips: one rank's -0.0 would be averaged with the moves of others.
                 before = tree.replace(before, SkipState, lambda s: _InsideState(*s))
                 out, after = inner_update(updates, before, params)
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
@@ -129,6 +130,7 @@ def _guards_itself(state: Tree) -> bool:
 
 def _is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:
     """Return whether a step may be taken, 0-d bool, the same on all ranks. out: its updates. before, after: states."""
+    # The updates of ranks that went apart differ, so that ranks would skip apart: what they hold alike is looked at.
     if watched := tree.leaves(roles.find(after, "watched")):
         olds = tree.leaves(roles.find(before, "watched"))
         return all_finite([new for new, old in zip(watched, olds, strict=True) if new is not old])
@@ -188,8 +190,8 @@ def _by_kernel(leaves: list[Tensor]) -> Tensor:
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def shown(updates: Tree, momentum: Tree) -> Tree:
-    """Return updates that are clamped; NaN where the momentum is not finite, so that a guard skips the step."""
+def nan_unless_finite(updates: Tree, momentum: Tree) -> Tree:
+    """Return updates, NaN if the momentum is not finite: a clamp would hide that from the guard, which is to skip."""
     ok = all_finite(tree.leaves(momentum))
     return updates if known(ok) else tree.map(lambda u: torch.where(ok.to(u.device), u, torch.nan), updates)
 

@@ -129,8 +129,8 @@ def unsharded(
     _check(inner, shards)
     axis, exact = shards.axis, Hop(shards.axis, identity(), off())
     kept = classic() if feedback is None else feedback
-    (there,) = hops(axis, codec, kept) if codec is not None else [exact]
-    (back,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
+    (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
+    (to_pieces,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
     if feedback is not None and codec is None and gather is None:
         raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
 
@@ -147,16 +147,16 @@ def unsharded(
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         cuts, owners = layout(leaves)
         shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in cuts]
-        fields = {**describe((there, back, inner)), "shapes of whole tensors": shapes, "owners": owners}
+        fields = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes, "owners": owners}
         check_agreement(axis, fields, device_of(params))
         wholes = _own(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
         state = inner.init(tree.unflatten(structure, wholes))
         worker, server = [], []
         for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
-            sends = cut is not None and not there.exact
-            worker.append(there.feedback.init(leaf.new_zeros(cut.width(there))) if cut and sends else ())
-            wide = leaf.new_zeros((axis_size(axis) * cut.width(back)) * _is_here(owner, axis)) if cut else leaf
-            server.append(back.feedback.init(wide) if cut and not back.exact else ())
+            sends = cut is not None and not to_owner.exact
+            worker.append(to_owner.feedback.init(leaf.new_zeros(cut.width(to_owner))) if cut and sends else ())
+            wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
+            server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
         errors = ErrorFeedbackState(tuple(worker), tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
@@ -171,17 +171,20 @@ def unsharded(
             cuts, owners = layout(leaves)
             check_owners(state, owners)
             coded = phase is not Phase.WARMUP and axis_size(axis) > 1
-            ways = (there, back) if coded else (exact, exact)
-            wholes, worker = _gathered(leaves, cuts, owners, ways[0], state.errors.worker)
+            gathering, dividing = (to_owner, to_pieces) if coded else (exact, exact)
+            # pieces (n / W, ...) on each rank -> whole tensors (n, ...) at their owners, (0, ...) elsewhere
+            wholes, worker = _gathered(leaves, cuts, owners, gathering, state.errors.worker)
             own = _own(wholes, owners, axis)
-            shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]  # whoever uses numbers of params shows it
+            # The params are not brought together. NaN in their place shows up in the updates of a link that reads them.
+            shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]
             inner_params = tree.unflatten(structure, shapes)
-            with flags.unassumed():
+            with flags.unassumed():  # own tensors may be finite where another rank's are not
                 moves, inside = move(tree.unflatten(structure, own), state.inner, inner_params)
                 moves, inside = show_failures(moves, state.inner, inside)
-            found, server = _divided(tree.leaves(moves), leaves, cuts, owners, ways[1], state.errors.server)
+            # updates (n, ...) at their owners -> the pieces (n / W, ...) of each rank
+            pieces, server = _divided(tree.leaves(moves), leaves, cuts, owners, dividing, state.errors.server)
             errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
-            return tree.unflatten(structure, found), state._replace(inner=inside, errors=errors)
+            return tree.unflatten(structure, pieces), state._replace(inner=inside, errors=errors)
 
         return Step(Unsharded(axis), own_code(update))
 
@@ -205,9 +208,9 @@ def labelled(
     if labels is not None and not callable(labels):
         structure = tree.flatten(labels)[1]
         whole = tree.unflatten(structure, whole) if not isinstance(labels, tuple) else whole
-    found = named(whole)
-    flat = tree.leaves(found)
-    return found, lambda label: shards.chosen([i for i, name in enumerate(flat) if name == label])
+    labels_of_pieces = named(whole)
+    flat = tree.leaves(labels_of_pieces)
+    return labels_of_pieces, lambda label: shards.chosen([i for i, name in enumerate(flat) if name == label])
 
 
 def _check(inner: Any, shards: Any) -> None:
@@ -259,13 +262,13 @@ class _Cut(NamedTuple):
         lacking = pieces * self.rows - x.shape[0]
         if lacking:
             x = torch.cat([x, x.new_zeros((lacking, *x.shape[1:]))])
-        flat = x.reshape(pieces, self.elements)
+        flat = x.reshape(pieces, self.elements)  # (pieces rows, ...) -> (pieces, elements)
         lacking = width - flat.shape[1]
         return torch.cat([flat, flat.new_zeros((pieces, lacking))], dim=1) if lacking else flat
 
     def tensor(self, flat: Tensor, rows: int) -> Tensor:
-        """Take back `flat`: the first rows of a piece, or of the whole."""
-        table = flat[:, : self.elements].reshape(flat.shape[0] * self.rows, *self.rest)
+        """Return the tensor that `flat` made (pieces, width) of: its first rows, without what it padded."""
+        table = flat[:, : self.elements].reshape(flat.shape[0] * self.rows, *self.rest)  # (pieces rows, ...)
         return table[:rows].movedim(0, self.dim)
 
 
@@ -323,7 +326,7 @@ def _gathered(
     places = [i for i, cut in enumerate(cuts) if cut is not None]
     for i in places:
         cut: Any = cuts[i]
-        piece = cut.flat(leaves[i], 1, cut.width(hop))
+        piece = cut.flat(leaves[i], 1, cut.width(hop))  # (1, width)
         if hop.exact:
             items.append(piece)
             continue
@@ -335,7 +338,7 @@ def _gathered(
         if rows is None:
             wholes[i] = leaves[i].new_empty((0, *cut.shape[1:]))
             continue
-        flat = rows if hop.exact else cut.codec(hop, axis_size(hop.axis)).decode(rows)
+        flat = rows if hop.exact else cut.codec(hop, axis_size(hop.axis)).decode(rows)  # (W, width), of all ranks
         wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape[cut.dim])
     return wholes, () if hop.exact else tuple(after)
 
@@ -345,7 +348,7 @@ def _divided(
     errors: Sequence[Tree],
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:  # fmt: skip
     """Bring pieces of updates to the ranks that have them. Return the next errors, too. leaves: for their shapes."""
-    world, items, after, found = axis_size(hop.axis), [], [*errors], [*moves]
+    world, items, after, pieces = axis_size(hop.axis), [], [*errors], [*moves]
     places = [i for i, cut in enumerate(cuts) if cut is not None]
     for i in places:
         cut: Any = cuts[i]
@@ -354,7 +357,7 @@ def _divided(
         if not _is_here(owners[i], hop.axis):
             items.append(_form(codec, world, width, moves[i].dtype, moves[i].device))
             continue
-        table = cut.flat(moves[i], world, width)
+        table = cut.flat(moves[i], world, width)  # (W, width), a row for each rank
         if codec is None:
             items.append(table)
             continue
@@ -363,9 +366,9 @@ def _divided(
         items.append(payload)
     for i, row in zip(places, rows_from_owners(items, [owners[i] for i in places], hop.axis), strict=True):
         cut = cuts[i]
-        flat = row if hop.exact else cut.codec(hop, 1).decode(row)
-        found[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape[cut.dim])
-    return found, () if hop.exact else tuple(after)
+        flat = row if hop.exact else cut.codec(hop, 1).decode(row)  # (1, width)
+        pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape[cut.dim])
+    return pieces, () if hop.exact else tuple(after)
 
 
 @cached_plan

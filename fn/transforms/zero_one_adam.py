@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from fn.base import (
     check_arguments,
     check_is_transform,
     facts_of,
-    missing,
 )
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
@@ -41,21 +40,13 @@ from fn.transforms.skip_nonfinite import all_finite, ends
 Tree = Any
 
 
-def _agreed(state: ZeroOneAdamState, params: list[Tensor]) -> list[Tensor] | None:
-    """Return the params after the last synchronisation; None where no local step has followed it."""
-    if not float(state.elapsed):
-        return None
-    anchor = tree.leaves(state.anchor)
-    return anchor or [p.to(w.dtype) - w for p, w in zip(params, tree.leaves(state.went), strict=True)]
-
-
 @declare(
-    rank_local=("mu", "anchor", "went", "dropped"),
+    rank_local=("mu", "anchor", "dropped"),
     local_params=True,
     first_moment=("mu",),
     second_moment=("nu",),
     copies=("anchor",),
-    agreed=_agreed,
+    agreed=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
     others=("sync",),
@@ -66,7 +57,6 @@ class ZeroOneAdamState(NamedTuple):
     step, mu, nu: as for Adam; between synchronisations mu differs between ranks.
     anchor: the params that all ranks agreed on last, in the dtype of the moments. It is made of params that differ
         between ranks, so a simulation cannot know that it is the same on all.
-    went: instead of the anchor, the sum of the local steps since the last synchronisation (see `anchored`).
     elapsed: the sum of learning rates since the last synchronisation, 0-d.
     dropped: local steps that this rank left out because its gradient was not finite, 0-d int64.
     peak: the largest magnitude in the last exchange, 0-d, NaN if that or what followed was not finite. Where
@@ -78,7 +68,6 @@ class ZeroOneAdamState(NamedTuple):
     mu: Tree
     nu: Tree
     anchor: Tree
-    went: Tree
     elapsed: Tensor
     dropped: Tensor
     peak: Tensor
@@ -97,19 +86,19 @@ class ZeroOneAdam(NamedTuple):
 
 
 class VarianceStep(NamedTuple):
-    """The rule of a variance step, with an anchor."""
+    """The rule of a variance step."""
 
     hyper: ZeroOneAdam
 
 
 class LocalStep(NamedTuple):
-    """The rule of a local step, with an anchor; the decay comes with the synchronisation."""
+    """The rule of a local step; the decay comes with the synchronisation."""
 
     hyper: ZeroOneAdam
 
 
 class SynchronisingStep(NamedTuple):
-    """The rule of a synchronising step, with an anchor. average: of the steps since the last one."""
+    """The rule of a synchronising step. average: of the steps since the last one."""
 
     hyper: ZeroOneAdam
     average: UpdateFn
@@ -123,10 +112,6 @@ def scale_by_zero_one_adam(
     weight_decay: float = 0.0,
     *,
     sync: Transform,
-    compress: Literal["steps", "gradients"] = "steps",
-    decay_in_momentum: bool = False,
-    anchored: bool = True,
-    keep_zeros: bool = True,
     max_step: float | None = None,
 ) -> Transform:
     """Update the variance in some steps, agree on the parameters in some, and step alone in between.
@@ -138,7 +123,7 @@ def scale_by_zero_one_adam(
 
     The learning rate and the weight decay are inside the link, because what is agreed on is where the ranks went; its
     updates are added to the parameters as they are, and a synchronising step returns `NewParams`, the same on all ranks
-    bit by bit.
+    bit by bit. Momentum and steps stay zero where nu is zero, as in `scale_by_onebit_adam`.
 
         >>> import torch, fn
         >>> link = fn.scale_by_zero_one_adam(0.1, sync=fn.compressed_average("data", fn.sign()))
@@ -155,22 +140,14 @@ def scale_by_zero_one_adam(
                 [-1.9467, -3.5771]])
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled; that of all steps since the last
+            synchronisation is applied there, to the params agreed on last, so that no decay enters the momentum.
         sync: the transform that averages the steps.
-        compress: what the compressed phase averages: "steps", as above, or "gradients", DeepSpeed's form before the
-            variance is frozen: mu <- b1 mu + (1 - b1) C(g_r), then a step. Nothing in it would bring ranks that stepped
-            alone together again, so there is no local phase then.
-        decay_in_momentum: decay in local steps, as DeepSpeed does, so that the rebuilt momentum contains the decay.
-            False: the decay of all steps since the last synchronisation is applied to the agreed parameters there.
-        anchored: keep the params agreed on last, and return to them exactly. False: keep the sum of the steps since
-            and take it back, as DeepSpeed does; the ranks then drift apart by rounding.
-        keep_zeros: keep the momentum and the steps at zero where nu is zero.
         max_step: clamp each element of the agreed s / (sqrt(nu) + eps) to +-max_step times the sum of lr since the
             last synchronisation, and mu with it; None for no clamp. Local steps have no codes and are not clamped. See
             `scale_by_onebit_adam`.
-    Returns: a transform with all three phases, of gradients without the local one. Between synchronisations params and
-        mu differ between ranks. A variance step does not bring them together, so none may follow a local step; in
-        `fn.zero_one_schedule` none does.
+    Returns: a transform with all three phases. Between synchronisations params and mu differ between ranks. A variance
+        step does not bring them together, so none may follow a local step; in `fn.zero_one_schedule` none does.
     Raises: ValueError if an argument is out of range; from a variance step behind a local one, but for a pure one on
         an accelerator, which would have to wait for it.
 
@@ -185,105 +162,90 @@ def scale_by_zero_one_adam(
     check_decay(weight_decay)
     check_rate(lr)
     limit = limit_of(max_step)
-    if compress not in ("steps", "gradients"):
-        raise ValueError(expected("compress", "'steps' or 'gradients'", f"{compress!r}"))
 
     def init(params: Tree) -> ZeroOneAdamState:
         step, mu, nu, elapsed, _ = start_moments(params)
         peak = torch.zeros((), dtype=torch.float32, device=step.device)
-        anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu) if anchored else ()
-        went = () if anchored else tree.map(torch.zeros_like, mu)
-        return ZeroOneAdamState(step, mu, nu, anchor, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
+        anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu)
+        return ZeroOneAdamState(step, mu, nu, anchor, elapsed, torch.zeros_like(step), peak, sync.init(mu))
 
     def later(elapsed: Tensor) -> Tensor:
         return (elapsed + lr).to(elapsed.dtype)  # here and below: 0-d tensors of two dtypes meet in the wider one
 
     def zeros_kept(x: Tree, nu: Tree) -> Tree:
-        return tree.map(lambda a, v: rules.kept_at_zero(a, v, 0.0, 0.0), x, nu) if keep_zeros else x
-
-    def common_step(
-        mu: Tree, state: ZeroOneAdamState, params: Tree, max_step: float = math.inf
-    ) -> tuple[Tree, ZeroOneAdamState]:
-        """Step from a momentum that all ranks share; the new parameters are the anchor."""
-        wide = tree.map(lambda p, m: p.to(m.dtype), params, mu)
-        direction = adam_direction(mu, state.nu, eps, max_step=max_step)
-        updates = tree.map(lambda u, p: (-lr * (u + weight_decay * p)).to(u.dtype), direction, wide)
-        anchor = tree.map(torch.add, wide, updates) if anchored else ()
-        peak = _shown(state.peak, all_finite(tree.leaves(updates)))
-        return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor, peak=peak)
+        return tree.map(lambda a, v: rules.kept_at_zero(a, v, 0.0, 0.0), x, nu)
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         check_synchronised(state.elapsed)
-        nu = moving_average_of_squares(state.nu, updates, b2)
-        return common_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
+        mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
+        out = common_step(lr, eps, weight_decay, mu, nu, params)
+        peak = peak_of(largest(updates), all_finite(tree.leaves(out)))
+        anchor = tree.map(lambda p, u: p.to(u.dtype) + u, params, out)  # the ranks agree on the new params
+        return out, state._replace(step=state.step + 1, mu=mu, nu=nu, anchor=anchor, peak=peak)
 
-    def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
-        mean, sync_state = sync.compressed_update(wide, state.sync, params)
-        mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
-        return common_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params, limit)
-
-    def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
+    def step_alone(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, Tree]:
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
-        moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps))
-        if decay_in_momentum and weight_decay > 0:
-            moves = tree.map(lambda u, p: (u - lr * weight_decay * p.to(u.dtype)).to(u.dtype), moves, params)
-        return moves, mu
+        return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps)), mu
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        moves, mu = step_alone(updates, state, params)
+        moves, mu = step_alone(updates, state)
         # where nu is zero, moves are zero whatever the gradient is
         ok = all_finite([*tree.leaves(moves), *tree.leaves(updates)]).to(state.dropped.device)
-        moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
-        mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
-        went = () if anchored else tree.map(torch.add, state.went, moves)
+        moves, mu = kept_if(ok, moves, mu, state.mu)
         dropped = state.dropped + (~ok).to(torch.int64)
-        state = state._replace(mu=mu, went=went, elapsed=later(state.elapsed), dropped=dropped)
-        return moves, state._replace(step=state.step + 1)
+        return moves, state._replace(step=state.step + 1, mu=mu, elapsed=later(state.elapsed), dropped=dropped)
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        moves, _ = step_alone(updates, state, params)
+        moves, _ = step_alone(updates, state)
         elapsed = later(state.elapsed)
-        here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
-        went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
-        start = state.anchor if anchored else tree.map(torch.sub, here, went)
-        scaled = tree.map(lambda d, v: d * rules.denominator(v, eps), went, state.nu)
+        drift = tree.map(lambda p, u, x: p.to(u.dtype) + u - x, params, moves, state.anchor)
+        # Codes of steps themselves would move elements with a large second moment as far as those with a small one.
+        scaled = tree.map(lambda d, v: d * rules.denominator(v, eps), drift, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)
         if limit < math.inf:
             mean = tree.map(lambda s, v: rules.held(s, v, eps, limit * elapsed).to(s.dtype), mean, state.nu)
-        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
-        decay = 0.0 if decay_in_momentum else weight_decay
+        mu = rebuilt_momentum(mean, elapsed)
 
         def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
-            return (x - elapsed * decay * x + over_root(s, v, eps)).to(x.dtype)
+            return (x - elapsed * weight_decay * x + over_root(s, v, eps)).to(x.dtype)
 
-        new_params = tree.map(moved, start, mean, state.nu)
-        peak = _shown(peak, all_finite([*tree.leaves(new_params), *tree.leaves(mu)]))
-        kept = (new_params, ()) if anchored else ((), tree.map(torch.zeros_like, went))
+        anchor = tree.map(moved, state.anchor, mean, state.nu)
+        peak = peak_of(peak, all_finite([*tree.leaves(anchor), *tree.leaves(mu)]))
         zero = torch.zeros_like(state.elapsed)
-        state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
-        return NewParams(new_params), state._replace(step=state.step + 1)
+        state = state._replace(mu=mu, anchor=anchor, elapsed=zero, peak=peak, sync=sync_state)
+        return NewParams(anchor), state._replace(step=state.step + 1)
 
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # nu stays as the last variance step left it
-    plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
-    of_kernels = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
-    variance = of_kernels if plain else warmup
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
-    local_facts = facts._replace(local_params=True)
-    if compress == "gradients":
-        alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
-        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=facts)
-    if not plain:
-        return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=local_facts)
+    variance = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
     agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
-    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=local_facts)
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf, local_params=True)
+    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=facts)
+
+
+def common_step(lr: float | Tensor, eps: float, weight_decay: float, mu: Tree, nu: Tree, params: Tree) -> Tree:
+    """Return the updates from moments that all ranks share."""
+
+    def update(u: Tensor, p: Tensor) -> Tensor:
+        return (-lr * (u + weight_decay * p.to(u.dtype))).to(u.dtype)
+
+    return tree.map(update, adam_direction(mu, nu, eps), params)
+
+
+def kept_if(ok: Tensor, moves: Tree, mu: Tree, mu_last: Tree) -> tuple[Tree, Tree]:
+    """Return moves and momentum of a local step; no move, and the last momentum, where the step is left out."""
+    moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)  # -0.0 changes no param, not even one of -0.0
+    return moves, tree.map(lambda new, last: torch.where(ok, new, last), mu, mu_last)
+
+
+def rebuilt_momentum(mean: Tree, elapsed: Tensor) -> Tree:
+    """Return minus the mean of steps over the learning rates that they took; zero where these are zero."""
+    return tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
 
 
 def check_synchronised(elapsed: Tensor) -> None:
@@ -293,7 +255,7 @@ def check_synchronised(elapsed: Tensor) -> None:
         raise ValueError(expected("phase", wanted, "WARMUP", "take a step of COMPRESSED in between"))
 
 
-def _shown(peak: Tensor, ok: Tensor) -> Tensor:
+def peak_of(peak: Tensor, ok: Tensor) -> Tensor:
     """Return the peak, NaN where what followed is not ok. `ok` is the same on all ranks, though made of local numbers.
 
     A compiled simulation cannot know that it is the same, so there the peak stays as it is.

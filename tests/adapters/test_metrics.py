@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chains
 import ddp_cases
 import pytest
 import ranks
@@ -114,7 +115,7 @@ def test_watching_changes_nothing(name: str) -> None:
 
 def test_the_errors_are_those_of_the_state_and_of_the_momentum() -> None:
     """With plain errors: error_norm is the state's, and c is the momentum plus the old error."""
-    make = partial(fn.onebit_adam, axis="data", b1=0.9, feedback=fn.classic(), layout="per_tensor")
+    make = partial(chains.onebit_adam, axis="data", b1=0.9, feedback=fn.classic(), layout="per_tensor")
     params, opt = build(make, echo())
     found: list[StepMetrics] = []
     watch(opt, found.append)

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fn
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.compressed import compressed_all_reduce
 
 GOLDEN = load_cases("compressed_allreduce")
@@ -21,7 +22,7 @@ CODECS = {
     "sign": fn.sign,
     "sign(block=8)": partial(fn.sign, block=8),
     "sign(block=24)": partial(fn.sign, block=24),
-    "sign(padding_counts)": partial(fn.sign, padding_counts=True),
+    "sign, DeepSpeed's": partial(deepspeed.codec, 1),
     "identity": fn.identity,
     "identity(bf16)": partial(fn.identity, torch.bfloat16),
 }
@@ -84,9 +85,9 @@ LAID_OUT = [case for case in GOLDEN if pads_as_the_layout_does(case)]
 
 @pytest.mark.parametrize("case", LAID_OUT, ids=names(LAID_OUT))
 def test_counting_the_padding_is_the_recorded_behaviour_through_the_layout_too(case):
-    """The layout pads to multiples of 8 W; recordings with just that padding agree with `padding_counts`."""
+    """The layout pads to multiples of 8 W; recordings with just that padding agree."""
     world = case.world
-    tx = fn.compressed_average("data", fn.sign(padding_counts=True))
+    tx = fn.compressed_average("data", deepspeed.codec(1))
     x0 = torch.from_numpy(case.arrays["input"][0])
     state = fn.simulate(lambda x: tx.init([x]), "data", world)(x0)
     worker = torch.from_numpy(case.arrays["worker_error_init"])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import tree
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives import compressed
 from fn.collectives.compressed import compressed_all_reduce
 from fn.collectives.hierarchy import initial_errors
@@ -21,7 +22,7 @@ from fn.collectives.hierarchy import initial_errors
 CODECS = {
     "sign": fn.sign,
     "sign(block=8)": partial(fn.sign, block=8),
-    "sign(padding_counts)": partial(fn.sign, padding_counts=True),
+    "sign, DeepSpeed's": partial(deepspeed.codec, 1),
     "int8": partial(fn.int8, 16),
     "int4": partial(fn.int4, 16),
     "fp8": partial(fn.fp8, 16),

@@ -2,7 +2,8 @@
 
 A test quotes a sentence in its own docstring, behind the full name of what it is said of:
 
-    Differs: fn.collectives.codecs.sign.sign: by default padding is neither counted nor given an error.
+    Differs: fn.collectives.codecs.sign.sign: padding is neither counted nor given an error; in the authors' code, and
+        in DeepSpeed's, it is both.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import chains
 import pytest
 import ranks
 import torch
@@ -283,7 +284,7 @@ def by_hand(feedback: fn.Feedback) -> fn.Transform:
 def named(feedback: fn.Feedback) -> fn.Transform:
     inner = {"momentum": 0.95, "b2": 0.95}
     outer = {"outer_lr": 0.8, "outer_momentum": 0.6}
-    return fn.muloco(axis="data", **inner, **outer, codec=linear(4), feedback=feedback, servers=False)
+    return chains.muloco(axis="data", **inner, **outer, codec=linear(4), feedback=feedback, servers=False)
 
 
 def two_rounds(make: Callable[[fn.Feedback], fn.Transform], gradients: list[Tensor]) -> list[Tensor]:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import chains
 import numpy as np
 import pytest
 import torch
@@ -70,7 +71,7 @@ def muon(case: Case, kind: str, **more: Any) -> fn.Transform:
     other = "adamw" if kind == "matrix" else kind
     others = case.places("adamw") + case.places("lion")
     hidden = ["other" if i in others else "hidden" for i in range(len(hyper["shapes"]))]
-    return fn.muon(
+    return chains.muon(
         hyper["lr"], hyper["mu"], hyper["weight_decay"], *hyper["betas"], eps, axis="data", labels=hidden,
         nesterov=hyper["nesterov"], scale=hyper["adjust_lr"], coefficients=hyper["newton_schulz"],
         dtype=getattr(torch, hyper["precision"]), cautious=hyper["cautious_wd"], other=other,

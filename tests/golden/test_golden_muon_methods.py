@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import chains
 import numpy as np
 import pytest
 from golden.test_golden_muon import FOLDER, Case, case_of
@@ -128,7 +129,7 @@ def test_signs_of_muon_follow_their_authors_code(row: dict[str, Any]) -> None:
         tx = fn.contrib.ef21_muon(hyper["lr"], beta, hyper["weight_decay"], codec=mean_sign(), sends=sent, **same)
     else:
         servers = case.world % 2 == 1
-        tx = fn.sign_muon(hyper["lr"], hyper["mu"], hyper["weight_decay"], votes=sent, servers=servers, **same)
+        tx = chains.sign_muon(hyper["lr"], hyper["mu"], hyper["weight_decay"], votes=sent, servers=servers, **same)
     for t, w, params, _ in replayed_at(case, tx, mean_sign() if variant == "ef21muonsign" else None):
         for i, (x, p) in enumerate(zip(w, params, strict=True)):
             case.hold(p, f"p{i}.param", t)

@@ -120,7 +120,7 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     """Anchor, means and outer momentum are replicated, which `simulate` checks.
 
     Differs: fn.local_optimizers.diloco: if an exchange is not finite, the ranks keep their params; torchft takes all of
-        them back to the anchor, as on_skip="anchor" does.
+        them back to the anchor, as `outer` does with on_skip="anchor".
     """
     lr = outer_lr(case)
     step, state, params = in_simulation(case, transforms(case, lr)[0])

@@ -8,6 +8,7 @@ import sys
 from functools import partial, wraps
 from typing import Any
 
+import chains
 import in_place_steps
 import pytest
 import ranks
@@ -99,7 +100,7 @@ def over_two_axes(piece: int) -> dict[str, list[Any]]:
     hierarchy.PIECE = piece
     axes, found = {"local": 2, "node": 2}, {}
     for name, hyper in TWO_AXES.items():
-        make = partial(fn.onebit_adam, axis=("local", "node"), **hyper)
+        make = partial(chains.onebit_adam, axis=("local", "node"), **hyper)
         with fn.ledger() as sent:
             ours = train(make, axes)
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import chains
 import pytest
 import ranks
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.profiling import Observer
 from fn.inplace.match import in_place
 
@@ -26,8 +28,7 @@ SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16), (130, 130)]
 CASES = [
     {},
     {"layout": "per_tensor", "bias_correction": True},
-    {"codec": fn.sign(padding_counts=True), "b1": 0.3, "weight_decay": 0.1},
-    {"keep_zeros": False},
+    {"codec": deepspeed.codec(2), "b1": 0.3, "weight_decay": 0.1},
     {"servers": False, "weight_decay": 0.1},
 ]
 
@@ -52,7 +53,7 @@ def beside_the_pure_chain() -> None:
     """Train with an observer and without one, and by the pure chain."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     for hyper in CASES:
-        make, schedule = partial(fn.onebit_adam, axis="data", **hyper), fn.freeze_after(2)
+        make, schedule = partial(chains.onebit_adam, axis="data", **hyper), fn.freeze_after(2)
         ours, watched = ([torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES] for _ in range(2))
         with fn.bind(mesh):
             opt, other = (fn.Optimizer(p, make, schedule=schedule, lr=1e-2) for p in (ours, watched))

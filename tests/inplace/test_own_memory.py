@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import chains
 import pytest
 import torch
 from torch import Tensor
@@ -140,7 +141,7 @@ applied = Adam.applied
 
 def muon(**hyper: Any) -> fn.Transform:
     labels = lambda params: ["hidden" if p.ndim == 2 else "other" for p in params]  # noqa: E731
-    return fn.muon(0.1, owned=False, labels=labels, **hyper)
+    return chains.muon(0.1, owned=False, labels=labels, **hyper)
 
 
 LOCAL, WARMUP = Phase.LOCAL, Phase.WARMUP

@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 from importlib import import_module
 
+import chains
 import pytest
 import torch
 from hypothesis import given, settings
@@ -66,7 +67,7 @@ def step(tx: fn.Transform, phase: fn.Phase | fn.Round, ranks: traffic.Ranks) -> 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_there_are_as_many_messages_as_planned(ranks):
     for layout in ("flat", "per_tensor", "fused"):
-        book = step(fn.onebit_adam(axis="data", layout=layout), fn.Phase.COMPRESSED, ranks)
+        book = step(chains.onebit_adam(axis="data", layout=layout), fn.Phase.COMPRESSED, ranks)
         found = traffic.codes(MODEL, ranks, fn.sign(), layout=layout)
         assert counted(book) == planned(found)
         assert sum(book.messages.values()) == len(found)
@@ -107,7 +108,7 @@ MAKES = {
     "powersgd_adamw, rank 4": [fn.powersgd_adamw],
     "dion, rank 1/4": [fn.dion],
     "muon": [fn.muon],
-    "muon, int8": [partial(fn.muon, codec=fn.int8(), gather=fn.int8())],
+    "muon, int8": [partial(fn.muon, codec=fn.int8())],
     "sign_muon": [fn.sign_muon],
     "lion_vote": [fn.lion_vote],
     "diloco": [fn.diloco, fn.local_sgd, fn.muloco],
@@ -171,7 +172,7 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["flat", "per_tensor", "fused"])
 def test_without_servers_every_rank_gathers_the_codes_of_all(ranks, layout):
-    book = step(fn.onebit_adam(axis="data", layout=layout, servers=False), fn.Phase.COMPRESSED, ranks)
+    book = step(chains.onebit_adam(axis="data", layout=layout, servers=False), fn.Phase.COMPRESSED, ranks)
     found = traffic.codes(MODEL, ranks, fn.sign(), layout=layout, servers=False)
     assert counted(book) == planned(found)
     assert {message.collective for message in found} <= {"all_gather"}

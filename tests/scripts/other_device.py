@@ -38,8 +38,6 @@ HYPERS: dict[str, list[dict[str, Any]]] = {
     "onebit_adam": [
         {},
         {"feedback": fn.classic(lazy=True), "weight_decay": 0.1, "bias_correction": True},
-        {"layout": "fused"},
-        {"layout": "per_tensor", "keep_zeros": False},
         {"codec": fn.int8(), "feedback": fn.damped()},
     ],
     "loco_adamw": [{}, {"gather": fn.int8()}],
@@ -118,7 +116,10 @@ def rounds(device: torch.device) -> tuple[int, int]:
     steps = 0
     for store, when in cases:
         with echo():
-            tx = fn.diloco(1e-3, axis="data", codec=fn.int8(), alpha=0.5, store=store)
+            inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(1e-3))
+            outer_tx = fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))
+            link = fn.outer(inner, outer_tx, fn.compressed_average("data", fn.int8()), alpha=0.5, store=store)
+            tx = fn.skip_nonfinite(fn.chain(fn.average("data"), link))
             state = tx.init([torch.zeros(shape) for shape in SHAPES])
             with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
                 params = [torch.empty(shape, device=device) for shape in SHAPES]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import chains
 import pytest
 import torch
 
 import fn
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.feedback import Classic, Damped, classic
 from fn.testing import check_codec
 
 OURS = {
     "sign": fn.sign(),
     "sign(block=64)": fn.sign(block=64),
-    "sign(padding_counts)": fn.sign(padding_counts=True),
+    "sign, DeepSpeed's": deepspeed.codec(2),
     "int4": fn.int4(),
     "int8(block=64)": fn.int8(block=64),
     "fp8": fn.fp8(),
@@ -158,7 +160,7 @@ def test_a_broken_codec_is_seen(complaint):
     assert complaint in repr(report), report
 
 
-@pytest.mark.parametrize("make", [fn.onebit_adam, partial(fn.onebit_lamb, layout="per_tensor"), fn.loco_adamw])
+@pytest.mark.parametrize("make", [fn.onebit_adam, partial(chains.onebit_lamb, layout="per_tensor"), fn.loco_adamw])
 def test_a_payload_of_every_second_element_travels(make):
     """A piece of one or none of them is contiguous with a stride of 2, which cannot be viewed as bytes."""
 

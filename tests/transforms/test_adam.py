@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import chains
 import numpy as np
 import oracle
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import fn
 from fn import Phase, tree
+from fn.adapters.deepspeed import transforms as deepspeed
 
 SHAPES = [(5, 7), (9,), (1,), (2, 3, 4)]
 HYPER = {"b1": 0.8, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
@@ -72,7 +74,7 @@ def test_adamw_follows_the_papers_loop(world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_errors_too_follow_the_papers_loop(world):
-    tx = fn.onebit_adam(LR, **HYPER, axis="data", layout="per_tensor")
+    tx = chains.onebit_adam(LR, **HYPER, axis="data", layout="per_tensor")
     loop = oracle.OnebitAdam([p.reshape(-1).numpy() for p in params()], world, LR, **HYPER)
     p = [torch.from_numpy(x.reshape(shape)) for x, shape in zip(loop.params, SHAPES, strict=True)]
     schedule, gs = fn.freeze_after(2), [gradients(world) for _ in range(6)]
@@ -100,14 +102,18 @@ def test_the_frozen_second_moment_stays_bitwise_and_its_weight_with_it():
 
 
 def test_rows_without_any_gradient_stay_exactly_zero_and_do_without_the_mask_drift():
-    """One bit cannot say zero: without `keep_zeros` the same rows move, as in the paper.
+    """One bit cannot say zero: in the paper, and in DeepSpeed, the same rows move.
 
-    Differs: fn.transforms.adam.scale_by_onebit_adam: `bias_correction` and `keep_zeros` are not in the paper;
-        DeepSpeed needs a hand-written mask.
+    Differs: fn.transforms.adam.scale_by_onebit_adam: `bias_correction` is not in the paper, and a momentum without a
+        second moment is not kept at zero there; DeepSpeed needs a hand-written mask.
     """
     used = torch.arange(6)[:, None] < 4
     for keep in (True, False):
-        tx = fn.onebit_adam(0.1, axis="data", keep_zeros=keep)
+        sync = fn.compressed_average("data", fn.sign())
+        link = fn.scale_by_onebit_adam(sync=sync)
+        if not keep:
+            link = deepspeed.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync)
+        tx = fn.chain(fn.average("data"), link, fn.scale_by_learning_rate(0.1))
         gs = [[used * torch.randn(2, 6, 5, dtype=torch.float64)] for _ in range(8)]
         start = [torch.randn(6, 5, dtype=torch.float64)]
         *_, (found, state) = trajectory(tx, start, fn.freeze_after(3), gs, 2)
@@ -120,8 +126,8 @@ def test_rows_without_any_gradient_stay_exactly_zero_and_do_without_the_mask_dri
 def test_the_first_step_is_the_sign_with_bias_correction_and_3_times_that_in_the_paper():
     """0.1 g / sqrt(0.001 g^2) = 3.16 without, 1 with.
 
-    Differs: fn.transforms.adam.scale_by_onebit_adam: `bias_correction` and `keep_zeros` are not in the paper;
-        DeepSpeed needs a hand-written mask.
+    Differs: fn.transforms.adam.scale_by_onebit_adam: `bias_correction` is not in the paper, and a momentum without a
+        second moment is not kept at zero there; DeepSpeed needs a hand-written mask.
     """
     g = [torch.tensor([2.0, -0.5], dtype=torch.float64)]
     for corrected, size in ((False, 0.1 / 0.001**0.5), (True, 1.0)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import ranks
 import torch
@@ -148,7 +149,7 @@ def test_an_exchange_in_each_step_at_rate_one_is_the_mean_of_the_params() -> Non
 @pytest.mark.parametrize("store", [None, torch.bfloat16])
 @pytest.mark.parametrize("codec", [None, fn.sign(), fn.int8()], ids=["exact", "sign", "int8"])
 def test_after_an_exchange_all_params_are_bitwise_the_anchor(dtype: Any, store: Any, codec: Any) -> None:
-    w = World(fn.diloco(0.02, axis="data", codec=codec, store=store), 3, dtype=dtype)
+    w = World(chains.diloco(0.02, axis="data", codec=codec, store=store), 3, dtype=dtype)
     schedule = fn.every(2, start=1)
     for t in range(5):
         w.step(schedule(t), gradients(3, t, dtype))
@@ -165,7 +166,7 @@ def test_an_anchor_in_the_memory_of_the_host_changes_no_number() -> None:
     """Where it lies is looked at in `test_other_device.py`."""
     ends = []
     for store in (None, "cpu"):
-        w = World(fn.diloco(0.02, axis="data", codec=fn.int8(), store=store, fragments=2, alpha=0.3), 3)
+        w = World(chains.diloco(0.02, axis="data", codec=fn.int8(), store=store, fragments=2, alpha=0.3), 3)
         schedule = fn.every(4, fragments=2, delay=1, start=1)
         for t in range(11):
             w.step(schedule(t), gradients(3, t))
@@ -256,7 +257,7 @@ def test_a_named_optimizer_may_take_the_local_steps_and_its_guard_counts_as_drop
 @pytest.mark.parametrize("on_skip", ["keep", "anchor"])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_an_exchange_that_is_not_finite_is_left_out_by_all(on_skip: Any, delay: int) -> None:
-    tx = fn.diloco(0.02, axis="data", codec=fn.int8(), on_skip=on_skip)
+    tx = chains.diloco(0.02, axis="data", codec=fn.int8(), on_skip=on_skip)
     w = World(tx, 3)
     schedule, begins = fn.every(3, delay=delay), 5 - delay
     for t in range(begins):
@@ -453,7 +454,7 @@ BAD = {
     r"schedule: expected a delay of less than h=2, but got delay=2; use delay = h - 1": (
         lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data"), schedule=fn.every(2, delay=2))
     ),
-    "feedback: is given without a codec": lambda: fn.diloco(axis="data", feedback=fn.classic()),
+    "feedback: is given without a codec": lambda: fn.local_sgd(axis="data", feedback=fn.classic()),
     "decay: expected": lambda: fn.trace(1.0),
     r"outer_momentum: expected a number in \[0, 1\)": lambda: fn.diloco(axis="data", outer_momentum=1.0),
     "outer_momentum: expected a number": lambda: fn.muloco(axis="data", outer_momentum="0.9"),

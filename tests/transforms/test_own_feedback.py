@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
+import chains
 import pytest
 import ranks
 import torch
@@ -164,7 +165,7 @@ def undelivered(opt, feedback):
 
 def saved(folder, make_feedback):
     with bound():
-        opt = optimizer(partial(fn.onebit_adam, layout="fused"), fn.int8(), make_feedback())
+        opt = optimizer(partial(chains.onebit_adam, layout="fused", axis="data"), fn.int8(), make_feedback())
         take(opt, 5)
         checkpoint.save(folder, opt)
         return undelivered(opt, make_feedback()) if make_feedback is in_units else None
@@ -172,7 +173,7 @@ def saved(folder, make_feedback):
 
 def loaded(folder, make_feedback):
     with bound():
-        opt = optimizer(partial(fn.onebit_adam, layout="fused"), fn.int8(), make_feedback())
+        opt = optimizer(partial(chains.onebit_adam, layout="fused", axis="data"), fn.int8(), make_feedback())
         checkpoint.load(folder, opt)
         return undelivered(opt, make_feedback())
 

@@ -250,7 +250,7 @@ def test_shares_are_equal_and_each_owner_has_a_batch() -> None:
         (lambda: fn.owned(fn.trace(0.9), "data", cost=[1, 2]).init([torch.ones(2)]), ValueError, "cost: has another"),
         (lambda: fn.owned(fn.trace(0.9), "data").local_update([], (), []), ValueError, "has no LOCAL phase"),
         (lambda: fn.muon(axis="data", owned=False, codec=fn.int8()), ValueError, "codec: is given where no tensors"),
-        (lambda: fn.muon(gather=fn.int8()), ValueError, "gather: is given where no tensors are owned"),
+        (lambda: fn.muon(codec=fn.int8()), ValueError, "codec: is given where no tensors are owned"),
     ],
 )
 def test_bad_input_is_refused_by_name(make: Any, kind: type[Exception], text: str) -> None:

@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import ranks
 import torch
@@ -30,7 +31,7 @@ HYPERS = {"exact": {}, "flatten": {"flatten": True}, "int8": {"codec": fn.int8()
 
 
 def muon(hyper: str, **others: Any) -> fn.Transform:
-    return fn.muon(0.05, axis="data", **HYPERS[hyper], **others)
+    return chains.muon(0.05, axis="data", **HYPERS[hyper], **others)
 
 
 def tensors(shapes: dict[str, tuple[int, ...]], seed: int, *lead: int) -> dict[str, Tensor]:
@@ -92,7 +93,7 @@ def test_its_step_is_the_replicated_one_in_every_world(name: str, hyper: str, of
     for ours, theirs in zip(tree.leaves(first), tree.leaves(found), strict=True):
         torch.testing.assert_close(ours, theirs, **tolerances)
     if hyper != "int8":
-        replicated = fn.muon(0.05, axis="data", owned=False, **HYPERS[hyper])
+        replicated = chains.muon(0.05, axis="data", owned=False, **HYPERS[hyper])
         expected = simulated(replicated, params, grads, [W, W, W])
         for ours, theirs in zip(tree.leaves(found), tree.leaves(expected), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

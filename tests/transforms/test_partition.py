@@ -10,6 +10,7 @@ import torch
 
 import fn
 from fn import tree
+from fn.adapters.deepspeed import transforms as deepspeed
 
 
 def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -76,12 +77,12 @@ def test_a_mask_acts_on_compressed_steps_only() -> None:
 
 
 def test_an_explicit_mask_behind_the_mean_keeps_unused_rows_at_zero() -> None:
-    """The alternative to `keep_zeros`: DeepSpeed's `exp_avg_mask`."""
+    """DeepSpeed's `exp_avg_mask`, beside its link, which does not keep them there by itself."""
     mask = torch.tensor([1.0] * 8 + [0.0] * 8)
     for sync_mask, drifts in ((None, True), (mask, False)):
         sync = fn.compressed_average("data", fn.sign())
         sync = sync if sync_mask is None else fn.chain(sync, fn.apply_mask(sync_mask))
-        tx = fn.scale_by_onebit_adam(sync=sync, keep_zeros=False)
+        tx = deepspeed.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync)
         state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=fn.rank_dims(tx.init(torch.zeros(16))))(
             torch.zeros(16)
         )

@@ -37,7 +37,6 @@ from fn.collectives.primitives import pmean
 from fn.collectives.transports.mpi import Communicator
 from fn.errors import expected
 from fn.schedules import Schedule, freeze_after, zero_one_schedule
-from fn.transforms.lamb import OnebitLambState
 
 Tree = Any
 Group = dist.ProcessGroup | Communicator
@@ -408,7 +407,7 @@ class OnebitLamb(DeepSpeedOptimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return what the last update of each parameter was scaled by, in the order of the parameters."""
-        (lamb,) = tree.instances(self.states, OnebitLambState)
+        (lamb,) = tree.instances(self.states, numerics.PaddedLambState)
         return [float(ratio) for ratio in tree.leaves(lamb.ratio)]
 
 

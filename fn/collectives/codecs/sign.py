@@ -27,7 +27,7 @@ class SignPayload(NamedTuple):
     bits: Tensor
 
 
-def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
+def sign(block: int | None = None) -> Codec:
     """Send one bit per element and the root mean square of the tensor, or of each block, as its scale.
 
         C(x) = (||x||_2 / sqrt(n)) sgn(x),   sgn(0) = +1
@@ -43,19 +43,17 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
 
     Args:
         block: elements of a block. None: one scale for the tensor (all rows that are encoded together).
-        padding_counts: count padding elements as data, which is what DeepSpeed does: they dilute the scale and keep
-            an error that oscillates.
     Raises: ValueError if block is not a positive multiple of 8.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), section 3, with the scale of Bernstein et al., signSGD with
         majority vote, taken in the 2-norm as the authors' code does.
-    Differs: by default padding is neither counted nor given an error.
+    Differs: padding is neither counted nor given an error; in the authors' code, and in DeepSpeed's, it is both.
     """
     if block is not None:
         check_whole("block", block)
     if block is not None and (block <= 0 or block % 8):
         raise ValueError(expected("block", "None or a positive multiple of 8", f"{block}"))
-    return _sign(block, padding_counts, None)._replace(make=partial(sign, block, padding_counts=padding_counts))
+    return _sign(block, None)._replace(make=partial(sign, block))
 
 
 class _Layout(NamedTuple):
@@ -74,7 +72,7 @@ class _Layout(NamedTuple):
         return x.reshape(self.rows, -1)
 
 
-def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
+def _sign(block: int | None, segments: Segments | None) -> Codec:
     """Return the codec that `sign` describes. segments: where tensors lie in a row; None: all rows are one tensor's."""
 
     def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
@@ -86,8 +84,6 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
     @cached_plan
     def lay_out(rows: int, n: int, device: torch.device, merge: bool = True) -> _Layout:
         widths, valid = segments_of(segments, rows, n, device)
-        if padding_counts:
-            valid = torch.tensor(widths, dtype=torch.int64, device=device).expand(rows, -1)
         if block is not None:
             return layout_of(rows, *tile(widths, valid, block))
         if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
@@ -137,7 +133,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         align=8,
         bits=1.0 if block is None else 1.0 + 32.0 / block,
         decode_mean=decode_mean,
-        segmented=cached_plan(lambda s: _sign(block, padding_counts, s)),  # in the codec, so that both end together
+        segmented=cached_plan(lambda s: _sign(block, s)),  # in the codec, so that both end together
         fused=fused,
     )
 

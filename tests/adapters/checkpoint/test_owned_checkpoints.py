@@ -24,7 +24,7 @@ def build() -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
     """Return params and Muon in codes both ways, gradients with damped errors in 8 bits; the axes are bound."""
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    make = partial(fn.muon, axis="data", codec=fn.int8(), gather=fn.int8())
+    make = partial(fn.muon, axis="data", codec=fn.int8())
     return params, fn.Optimizer(params, make, schedule=fn.freeze_after(1), lr=0.05)
 
 

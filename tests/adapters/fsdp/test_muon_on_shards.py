@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chains
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def far(a: list[Tensor], b: list[Tensor]) -> float:
 def on_shards() -> dict[str, Any]:
     world = dist.get_world_size()
     mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)), {}
-    for name, hyper in {"plain": {}, "jordan": {"scale": "max", "other": "lion", "nesterov": False}}.items():
+    for name, hyper in {"plain": {}, "lion": {"scale": "max", "other": "lion"}}.items():
         model = sharded(mesh)
         opt = optimizer(model, partial(fn.muon, **hyper))
         with fn.ledger() as sent:
@@ -118,7 +119,7 @@ def on_shards() -> dict[str, Any]:
     found["a NaN"] = opt.skipped - skipped, far(whole(model), before)
     opt.zero_grad()
     model, twin = (sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for _ in range(2))
-    coded = {"codec": fn.int8(), "gather": fn.int8()}
+    coded = {"codec": fn.int8()}
     opt = optimizer(model, partial(fn.muon, **coded), schedule=fn.freeze_after(1))
     with fn.ledger() as sent:
         train(model, opt, range(STEPS))
@@ -134,7 +135,7 @@ def test_it_has_the_params_of_replicated_muon(world: int) -> None:
     """Of uneven rows, of a matrix with fewer rows than ranks, of columns, and of vectors and embeddings by AdamW."""
     answers = run(world, on_shards)
     for found in answers:
-        for name in ("plain", "jordan", "columns", "groups"):
+        for name in ("plain", "lion", "columns", "groups"):
             assert found[name] <= 1e-10, (name, found[name])
         assert found["plain is divided"]
         assert found["a NaN"] == (1, 0.0)
@@ -270,7 +271,7 @@ def test_its_checkpoints_are_loaded_on_any_number_of_ranks(old: int, new: int, t
 def in_codes(folder: str) -> dict[str, Any]:
     """Save what codes left out, each rank its own, and go on from it: by state dicts and by files."""
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), {}
-    make, schedule = partial(fn.muon, codec=fn.int4(), gather=fn.int8(), feedback=fn.damped()), fn.freeze_after(1)
+    make, schedule = partial(chains.muon, codec=fn.int4(), gather=fn.int8(), feedback=fn.damped()), fn.freeze_after(1)
 
     def build() -> tuple[Net, fn.Optimizer]:
         model = sharded(mesh)
@@ -335,9 +336,9 @@ def awkward() -> dict[str, Any]:
     for flatten in (False, True):
         model, twin = Awkward(), Awkward()
         fully_shard(model, mesh=mesh)
-        opts = [optimizer(model, partial(fn.muon, flatten=flatten))]
+        opts = [optimizer(model, partial(chains.muon, flatten=flatten))]
         with fn.bind({"data": dist.group.WORLD}):
-            opts.append(optimizer(twin, partial(fn.muon, axis="data", owned=False, flatten=flatten)))
+            opts.append(optimizer(twin, partial(chains.muon, axis="data", owned=False, flatten=flatten)))
         for m, opt in zip((model, twin), opts, strict=True):
             for step in range(STEPS):
                 loss(m, step, dist.get_rank()).backward()

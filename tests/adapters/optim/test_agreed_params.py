@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import chains
 import own_pieces
 import pytest
 import ranks
@@ -36,8 +37,8 @@ def in_parts(lr: Any, axis: str) -> fn.Transform:
 METHODS: dict[str, tuple[Any, Any, torch.dtype]] = {
     "diloco": (fn.diloco, fn.every(4, start=2), torch.float32),
     "bfloat16": (fn.diloco, fn.every(4), torch.bfloat16),
-    "store in float16": (partial(fn.diloco, store=torch.float16), fn.every(4, start=2), torch.float32),
-    "store on the host": (partial(fn.diloco, store="cpu"), fn.every(4), torch.float32),
+    "store in float16": (partial(chains.diloco, store=torch.float16), fn.every(4, start=2), torch.float32),
+    "store on the host": (partial(chains.diloco, store="cpu"), fn.every(4), torch.float32),
     "fragments": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2), torch.float32),
     "delay": (fn.diloco, fn.every(4, delay=3), torch.float32),
     "signs": (partial(fn.diloco, codec=fn.sign()), fn.every(4), torch.float32),

@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,7 +119,7 @@ def test_a_count_of_dropped_steps_that_is_loaded_is_no_row_of_them():
 
 
 def test_a_store_that_does_not_hold_the_params_is_refused_at_init():
-    tx = partial(fn.diloco, axis="data", store=torch.float16)
+    tx = partial(chains.diloco, axis="data", store=torch.float16)
     with pytest.raises(ValueError, match=r"^store: expected a dtype that holds the params, .* leaf '1' overflows"):
         fn.Optimizer([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.full((2,), 1e5))], tx)
     tx().init([torch.full((2,), 6e4)])
@@ -127,7 +128,8 @@ def test_a_store_that_does_not_hold_the_params_is_refused_at_init():
 def test_an_anchor_that_overflows_later_is_left_out_and_stays_finite():
     for warm in (0, 100):
         param = torch.nn.Parameter(torch.full((4,), 6.5e4))
-        make = partial(fn.diloco, axis="data", store=torch.float16, outer_lr=1.0, outer_momentum=0.0, weight_decay=0.0)
+        given = {"outer_lr": 1.0, "outer_momentum": 0.0, "weight_decay": 0.0, "store": torch.float16}
+        make = partial(chains.diloco, axis="data", **given)
         opt = fn.Optimizer([param], make, schedule=fn.every(1, start=warm), lr=1e3)
         texts = [text for _ in range(5) for text in step(opt, [param], -1.0)]
         assert len(texts) == 1

@@ -88,7 +88,6 @@ NEEDING = {
     "onebit_lamb": (fn.onebit_lamb, {Phase.COMPRESSED}),
     "sharded_onebit_adam": (fn.sharded_onebit_adam, {Phase.COMPRESSED}),
     "zero_one_adam": (fn.zero_one_adam, {Phase.COMPRESSED, Phase.LOCAL}),
-    "zero_one_adam of gradients": (partial(fn.zero_one_adam, compress="gradients"), {Phase.COMPRESSED, Phase.LOCAL}),
     "loco_adamw": (fn.loco_adamw, set()),
     "adamw": (fn.adamw, set()),
     "in a chain": (lambda axis: fn.chain(fn.average(axis), fn.onebit_adam(axis=axis)), {Phase.COMPRESSED}),

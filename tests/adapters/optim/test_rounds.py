@@ -45,7 +45,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
     "named fragments": (partial(fn.diloco, fragments=by_size), fn.every(4, fragments=2, delay=1)),
     "signs": (partial(fn.diloco, codec=fn.sign(), fragments=2), fn.every(4, fragments=2, start=2)),
-    "late signs": (partial(fn.diloco, codec=fn.sign(), feedback=fn.classic()), fn.every(5, delay=3, start=2)),
+    "late signs": (partial(fn.diloco, codec=fn.sign()), fn.every(5, delay=3, start=2)),
     "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, delay=1)),
     "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(2, start=1)),
     "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3)),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fn
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.agreement import describe
 from fn.collectives.codecs.codec import Segments, mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode
@@ -42,7 +43,7 @@ FEEDBACKS += [fn.decayed(0.95), fn.decayed(1, 0.05)]
 SPARSE = [fn.bins(), fn.e3m0(), fn.e3m0(None), fn.top_k(3, 8), fn.top_k(0.1, over="senders", values=fn.bins(8, 6))]
 
 
-@pytest.mark.parametrize("which", [*CODECS, *SPARSE, fn.sign(padding_counts=True), fn.identity(), *FEEDBACKS])
+@pytest.mark.parametrize("which", [*CODECS, *SPARSE, deepspeed.codec(2), fn.identity(), *FEEDBACKS])
 def test_codecs_and_feedbacks_can_be_pickled_and_copied(which):
     for again in (pickle.loads(pickle.dumps(which)), copy.deepcopy(which)):
         assert type(again) is type(which)
@@ -102,7 +103,7 @@ def test_a_codec_with_functions_of_ones_own_runs_these_and_no_kernel_for_the_old
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])
-@pytest.mark.parametrize("codec", [fn.sign(), fn.sign(block=64), fn.sign(padding_counts=True)], ids=range(3))
+@pytest.mark.parametrize("codec", [fn.sign(), fn.sign(block=64), deepspeed.codec(2)], ids=range(3))
 def test_the_sign_kernels_compute_the_algebra(codec, segments, dtype):
     codec = codec if segments is None else segmented(codec, segments)
     plain, lazy = fn.classic(), codec.fused(fn.classic().rule).init(torch.zeros(2, 352, dtype=dtype))
@@ -213,11 +214,12 @@ def test_errors_are_reset_each_by_its_own_age():
 def test_padding_that_counts_dilutes_the_scale_and_keeps_an_error():
     """13 elements of 1 in 16: the scale is sqrt(13 / 16) = 0.90 where padding counts, as in DeepSpeed, and 1 here.
 
-    Differs: fn.collectives.codecs.sign.sign: by default padding is neither counted nor given an error.
+    Differs: fn.collectives.codecs.sign.sign: padding is neither counted nor given an error; in the authors' code, and
+        in DeepSpeed's, it is both.
     """
     x = torch.nn.functional.pad(torch.ones(1, 13), (0, 3))
     for counts, scale in ((False, 1.0), (True, (13 / 16) ** 0.5)):
-        codec = segmented(fn.sign(padding_counts=counts), Segments((16,), torch.tensor([[13]])))
+        codec = segmented(deepspeed.codec(2) if counts else fn.sign(), Segments((16,), torch.tensor([[13]])))
         _, error = encode(codec, fn.classic(), x, torch.zeros(16))
         torch.testing.assert_close(error, torch.tensor([1 - scale] * 13 + [-scale * counts] * 3))
 
