@@ -68,6 +68,7 @@ class Cases:
         self._world = world
         self._functions: dict[str, Callable[[], Any]] = {}
         self._found: list[dict[str, Any]] | None = None
+        self._failed: AssertionError | None = None
 
     def __call__(self, f: Callable[[], Any]) -> Callable[[], Any]:
         """Add a function, under its name."""
@@ -76,8 +77,14 @@ class Cases:
 
     def answer(self, name: str) -> list[Any]:
         """Return what a function returned on each rank."""
+        if self._failed is not None:
+            raise self._failed  # a hang costs its limit once, not in every test that asks
         if self._found is None:
-            self._found = run(self._world, _answer_all, self._functions)
+            try:
+                self._found = run(self._world, _answer_all, self._functions)
+            except AssertionError as error:
+                self._failed = error
+                raise
         return [answers[name] for answers in self._found]
 
 

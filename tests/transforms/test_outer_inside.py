@@ -281,47 +281,34 @@ def test_a_folder_keeps_islands_in_codes_and_refuses_tensors_that_each_island_ow
 
 @four
 def of_what_one_rank_lacks() -> dict[str, Any]:
-    """Take a local step with a NaN on one rank, one without a gradient on one rank, and one without it on an island."""
+    """Take a local step with a NaN on one rank, and one without a gradient on one rank."""
     found = {}
     for name in INNER:
         params, opt = build(name, schedule=fn.every(20))
         steps, rank = [], dist.get_rank()
-        for step in range(4):
+        for step in range(3):
             give(params, step)
             if step == 1 and rank == 3:
                 params[1].grad[0, 0] = torch.nan
-            if (step == 2 and rank == 0) or (step == 3 and rank < 2):
+            if step == 2 and rank == 0:
                 params[0].grad = None
             opt.step()
             steps.append(([p.detach().clone() for p in params], opt.dropped))
-        give(params, 4)
-        if rank == 2:
-            params[2].grad = params[2].grad.to_sparse()
-        try:
-            opt.step()
-            said = ""
-        except (TypeError, fn.RanksDisagree) as error:
-            said = f"{type(error).__name__}: {error}"
-        found[name] = steps, said, all(torch.equal(p, x) for p, x in zip(params, steps[-1][0], strict=True))
+        found[name] = steps
     return found
 
 
 @pytest.mark.parametrize("name", INNER)
-def test_the_ranks_of_an_island_leave_out_and_hold_together(name: str) -> None:
+def test_the_ranks_of_an_island_leave_out_a_step_together(name: str) -> None:
     found = [answers[name] for answers in four.answer("of_what_one_rank_lacks")]
     for first, second in (found[:2], found[2:]):
-        for (ours, dropped), (theirs, also) in zip(first[0], second[0], strict=True):
+        for (ours, dropped), (theirs, also) in zip(first, second, strict=True):
             assert dropped == also
             assert all(map(torch.equal, ours, theirs))
-    for rank, (steps, said, unmoved) in enumerate(found):
+    for rank, steps in enumerate(found):
         left_out, moved = [all(map(torch.equal, steps[i][0], steps[i - 1][0])) for i in (1, 2)]
         assert (left_out, moved, steps[-1][1]) == (rank > 1, False, int(rank > 1))
-        assert torch.equal(steps[2][0][0], steps[3][0][0]) == (rank < 2)
         assert not torch.equal(steps[1][0][0], steps[2][0][0])
-        assert unmoved == (rank > 1)
-        kind = {2: "TypeError: gradients of param group 0", 3: "RanksDisagree: this step cannot be taken on rank"}
-        assert said.startswith(kind.get(rank, "")), said
-        assert bool(said) == (rank > 1)
 
 
 @four
