@@ -12,20 +12,19 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
+from benchmarks.links import grid_report
+from benchmarks.links.grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of
+
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
 
-import grid_report  # noqa: E402
-from grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of  # noqa: E402
-
-SCRIPT = ROOT / "benchmarks" / "grid.py"
 SMALL = ("--loopback", "--tiny", "--words", "64", "16", "--rates", "1 Gbit/s", "--four", "--compute", "0.002")
 SOME = (NONE, "int4 gradients", "fp8 gradients")
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, *arguments],
+        [sys.executable, "-m", "benchmarks.links.grid", *SMALL, *arguments],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
