@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import ranks
-import registry
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -213,17 +212,3 @@ def test_simulated_ranks_are_looked_at_without_aminmax():
         assert torch.vmap(lambda x: all_finite([x]))(torch.ones(4, 5)).all()
     assert "aten::amax" in ops.names
     assert "aten::aminmax" not in ops.names
-
-
-@registry.each_of_all
-def test_no_simulated_step_of_a_named_optimizer_takes_aminmax_along_the_ranks(optimizer):
-    """Of what all ranks share, such as averaged gradients, it is taken as it is on one rank."""
-    tx, params = optimizer.make(lr=0.01, axis="data"), [torch.ones(3, 4), torch.ones(5)]
-    state = tx.init(params)
-    dims = tree.map(lambda _: 0, state) if optimizer.divided else fn.rank_dims(state)
-    state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(params)
-    for phase in optimizer.phases:
-        run = fn.simulate(tx.update(phase), "data", 2, in_dims=(0, dims, None), out_dims=(0, dims))
-        with Ops() as ops:
-            run([torch.ones(2, 3, 4), torch.ones(2, 5)], state, params)
-        assert "aten::aminmax" not in ops.along, phase

@@ -130,7 +130,7 @@ class Overlap:
         ended, self._pass = self._pass, None
         self._changes.forget()
         if ended is not None:
-            ended.end()  # in the pass's phase: jobs of another one would fail, and on some ranks keep others from sending
+            ended.end()  # in the phase of the pass: a job of another one fails, and may keep others from sending
             ended.wait()
         self._phase, self._scaling = Phase.LOCAL, (None, None)
 

@@ -42,7 +42,7 @@ def outcomes() -> dict[str, list[str | None]]:
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.parametrize("check", [pytest.param(check, marks=needs_mpi) for check in CHECKS])
 def test_four_mpi_ranks(check: str, outcomes: dict[str, list[str | None]]) -> None:
     for rank, trace in enumerate(outcomes[check]):
