@@ -1,5 +1,8 @@
 """Communication-efficient optimizers for PyTorch, as pure functions."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from fn import kernels
 from fn.adapters.donate import donate
 from fn.adapters.flatten import flatten_parameters
@@ -21,7 +24,6 @@ from fn.collectives.feedback import Feedback, classic, damped, decayed, differen
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
-from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
@@ -53,11 +55,13 @@ from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.sparse_average import sparse_average
-from fn.transforms.testing import check_transform
 from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
 from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
+
+if TYPE_CHECKING:
+    from fn import testing as testing
 
 __all__ = [
     "CheckpointDamaged",
@@ -97,8 +101,6 @@ __all__ = [
     "bind",
     "bins",
     "chain",
-    "check_codec",
-    "check_transform",
     "classic",
     "clip_by_global_norm",
     "compressed_average",
@@ -194,3 +196,11 @@ __all__ = [
     "zero_one_adam",
     "zero_one_schedule",
 ]
+
+if not TYPE_CHECKING:  # a checker would take every misspelt name of fn for Any
+
+    def __getattr__(name: str) -> object:
+        """Import a package that `import fn` does not load, when it is first used."""
+        if name in ("testing",):
+            return importlib.import_module(f"fn.{name}")
+        raise AttributeError(f"module 'fn' has no attribute {name!r}")

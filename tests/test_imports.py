@@ -35,6 +35,7 @@ FLOORS = {
     "fn.muon_variant_optimizers": 5,
     "fn.adapters": 6,
     "fn.planner": 6,
+    "fn.testing": 6,
     "fn.__main__": 7,
     "fn": 7,
 }

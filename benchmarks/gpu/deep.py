@@ -22,7 +22,7 @@ QUICK_CASES = ("adamw",)
 SANITIZED = """
 import torch, fn
 from fn.kernels.gpu import triton
-report = fn.kernels.conformance(triton.row("cuda"), sizes=(9, 4099))
+report = fn.testing.conformance(triton.row("cuda"), sizes=(9, 4099))
 assert report, report
 """
 HUGE = {

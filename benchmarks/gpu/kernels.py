@@ -18,9 +18,9 @@ import fn
 from benchmarks.gpu.rows import Check, Checks, Options, Row, at_least, outcome, skipped
 from benchmarks.measure import on_device
 from benchmarks.steps import textbook
-from fn.kernels.conformance import SIZES
 from fn.kernels.reference import REFERENCES
 from fn.kernels.table import Accelerator, cells, refusals, rows
+from fn.testing.kernels import SIZES
 
 BLOCK = 256
 BETA = 0.8
@@ -82,7 +82,7 @@ def of_table(options: Options) -> Iterator[Row]:
 def of_kernel(options: Options, row: Accelerator, op: str) -> Iterator[Row]:
     """Compare a kernel with the reference."""
     sizes = (0, 9, 1023) if options.quick else SIZES
-    report = fn.kernels.conformance(row, ops=[op], sizes=sizes)
+    report = fn.testing.conformance(row, ops=[op], sizes=sizes)
     yield outcome(f"{op} of {row.name} conforms", None if report else "; ".join(report.faults))
 
 

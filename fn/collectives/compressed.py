@@ -172,7 +172,7 @@ def compressed_all_reduce(
         check_vector(shard, server[-1], last.codec.align, "shard")
     else:
         check_no_server(server[-1])
-    rows = x.view(size, -1)
+    rows = x.view(size, -1)  # (n,) -> (W, n / W): row r goes to server r
     payload, worker[-1] = encode(last.for_rows(cuts[-1]), last.feedback, rows, worker[-1], consume=consume)
     if servers:
         payload, server[-1] = servers_of(last, cuts[-1]).pass_on(payload, server[-1], shard.view(1, -1))
@@ -211,7 +211,7 @@ class Servers(NamedTuple):
                 observe_kept(fused.settle(server, 1))
         else:
             with step_range("decode"):
-                mean = mean_of_rows(self.codec, received).to(shard.dtype)
+                mean = mean_of_rows(self.codec, received).to(shard.dtype)  # (W, n / W) -> (n / W,)
             payload, server = encode(self.codec, self.feedback, mean.view(1, -1), server, worker=False)
         del received  # as large as what is gathered
         return messages.gather(payload, self.axis), server
@@ -231,7 +231,8 @@ def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[S
         payload, errors[i] = encode(hop.for_rows(cuts[i]), hop.feedback, x.view(size, -1), errors[i])
         received = messages.exchange(payload, hop.axis)
         with step_range("decode"):
-            x = mean_of_rows(hop.for_own_row(cuts[i]), received)
+            x = mean_of_rows(hop.for_own_row(cuts[i]), received)  # (size, n / size) -> (n / size,)
+        # The next hop adds up means of this one: rounded to half precision in between, their errors would grow.
         x = x.float() if x.element_size() < 4 else x
     return x
 
@@ -245,7 +246,7 @@ def _gather(
         check_vector(x, errors[i], hop.codec.align, "shard")
         codec = hop.for_own_row(cuts[i])
         payload, errors[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
-        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)
+        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)  # (n / size,) -> (n,)
         # Ranks of the outer axes gather the same numbers only because their servers' errors have the same history. vmap
         # cannot know that, so where outer axes are simulated, x is compared, and leaves their levels if it is the same.
         x = found_alike(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
@@ -276,6 +277,7 @@ def _exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> T
     if segments is None or len(cuts) == 1:
         return reduce_exactly([x], axes, 1)
     rows, ends = x.view(segments.valid.shape[0], -1), [0, *accumulate(segments.widths)]
+    # of each piece (rows, width) -> (rows width,)
     parts = (rows[:, ends[first] : ends[end]].reshape(-1) for first, end in cuts)
     return reduce_exactly(parts, axes, rows.shape[0] // axis_size(tuple(axes)))
 
@@ -283,6 +285,7 @@ def _exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> T
 def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> Tensor:
     """Average vectors over axes exactly, one after the other, and lay this rank's rows of them side by side: (n,)."""
     plan = [Hop(axis, identity(), off()) for axis in axes]
+    # each (n_i,) -> (n_i / W,) -> (rows, width): a row of the last hop is cut out of every piece
     shards = [_reduce(part, [()] * len(plan), plan, [None] * len(plan)).view(rows, -1) for part in parts]
     return (shards[0] if len(shards) == 1 else torch.cat(shards, dim=1)).reshape(-1)
 
@@ -290,8 +293,8 @@ def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> T
 def gather_codes(payload: Tree, axes: Sequence[str]) -> Tree:
     """Gather the rows of a payload over axes, the last one first; all rows lie one after the other then."""
     for axis in reversed(axes):
-        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)
-        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)
+        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)  # (size, rows, ...)
+        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)  # (size rows, ...)
     return payload
 
 
@@ -306,7 +309,8 @@ def encode(
     if not observed() or codec.bits >= 32:
         with step_range("encode"):
             return _encode(codec, feedback, x, error, consume)
-    compensated = x.reshape(-1) + settle(codec, feedback, error, x) if worker else x  # before x is consumed
+    # Before the kernel consumes x: afterwards its memory holds the error.
+    compensated = x.reshape(-1) + settle(codec, feedback, error, x) if worker else x  # (R, n) -> (R n,)
     with step_range("encode"):
         payload, after = _encode(codec, feedback, x, error, consume)
     if worker:
@@ -323,7 +327,7 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
         return (fused.encode_over if consume and fused.encode_over is not None else fused.encode)(x, error)
     if isinstance(error, tuple) and not error and feedback.rule is not None and not isinstance(feedback.rule, Off):
         raise ValueError("error: is empty, but this feedback keeps one; a state belongs to what it was made for")
-    compensated = feedback.compensate(x.reshape(-1), error)
+    compensated = feedback.compensate(x.reshape(-1), error)  # (R, n) -> (R n,), as the error lies
     payload = codec.encode(compensated.view_as(x))
     if isinstance(feedback.rule, Off):  # nothing is kept, so nothing needs decoding
         return payload, ()
@@ -346,7 +350,7 @@ def _decode_mean(payload: Tree, hop: Hop, segments: Segments | None, dtype: torc
     ranks = axis_size(hop.axis)
     means = []
     for row in range(tree.leaves(payload)[0].shape[0] // ranks):
-        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)
+        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)  # (W, ...), of one row
         codec = hop.for_rows(None if segments is None else segments.row(row))
         with step_range("decode"):
             means.append(mean_of_rows(codec, codes).to(dtype))

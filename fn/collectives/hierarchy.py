@@ -113,7 +113,7 @@ def initial_errors(
     for i, (hop, cut) in enumerate(zip(plan, levels(segments, axis, servers=servers), strict=True)):
         serves = servers or i + 1 < len(plan)
         size = axis_size(hop.axis) if serves else 1
-        shard = x[: x.shape[0] // size]
+        shard = x[: x.shape[0] // size]  # (n,) -> (n / size,), what the next hop sees
         worker.append(_initial_error(hop.for_rows(cut), hop.feedback, x.view(size, -1)))
         server.append(_initial_error(hop.for_own_row(cut), hop.feedback, shard.view(1, -1)) if serves else ())
         x = shard if shard.element_size() >= 4 else shard.float()  # between the hops nothing is rounded
@@ -170,10 +170,11 @@ def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]
     tensors = len(rows.widths)
     for size, rank in zip_longest(sizes, ranks):
         parts = rows.valid.shape[0] // size
+        # (size parts, tensors) -> (size, parts tensors): what a later hop divides lies side by side in a row
         hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))
         yield hop
         if rank is not None:
-            rows = Segments(rows.widths, hop.row(rank).valid.reshape(parts, tensors))
+            rows = Segments(rows.widths, hop.row(rank).valid.reshape(parts, tensors))  # (1, parts tensors) -> these
 
 
 @cached_plan

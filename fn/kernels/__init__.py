@@ -11,7 +11,6 @@ Every kernel is an op of torch, in `torch.ops.fn`, and a function of `reference`
 """
 
 from fn.kernels import ops, reference
-from fn.kernels.conformance import conformance
 from fn.kernels.devices import (
     communication_backend,
     compressed_transport,
@@ -28,7 +27,6 @@ __all__ = [
     "Accelerator",
     "communication_backend",
     "compressed_transport",
-    "conformance",
     "device_name",
     "get_accelerator",
     "on_accelerator",

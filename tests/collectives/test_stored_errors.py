@@ -16,7 +16,7 @@ from fn import Phase, tree
 from fn.collectives.compressed import encode
 from fn.collectives.feedback import store_of
 from fn.collectives.hierarchy import initial_errors
-from fn.collectives.testing import settle_errors
+from fn.testing.codec import settle_errors
 
 CODECS = {
     "sign": fn.sign,

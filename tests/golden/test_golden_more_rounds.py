@@ -210,7 +210,7 @@ def test_every_method_is_there_and_the_recordings_are_what_was_recorded() -> Non
 
 
 def test_the_linear_codec_is_one() -> None:
-    assert fn.check_codec(linear(4))
+    assert fn.testing.check_codec(linear(4))
 
 
 def of_muloco(what: str) -> pytest.MarkDecorator:

@@ -14,11 +14,11 @@ import torch
 from gpu_device import PLACES
 from torch import Tensor
 
-from fn.kernels.conformance import arguments
 from fn.kernels.known_answers import difference, of_sums
 from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import ARGUMENTS, WRITTEN
 from fn.kernels.table import cells
+from fn.testing.kernels import arguments
 
 LARGE = (1 << 26) + 3
 HUGE = (1 << 31) + 4096 + 3

@@ -43,7 +43,7 @@ def test_every_row_conforms(place):
     found = rows(HERE.type)
     if place >= len(found):
         pytest.skip("there are fewer rows here")
-    assert (report := fn.kernels.conformance(found[place])), report
+    assert (report := fn.testing.conformance(found[place])), report
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])

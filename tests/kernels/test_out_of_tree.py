@@ -60,7 +60,7 @@ fn_toy_device.calls.clear()
 assert torch.ops.fn.pack_bits(torch.tensor([[1.0, -1.0]])).tolist() == [[1]]
 assert fn_toy_device.calls == ["pack"]
 assert fn.kernels.table().providers["cpu"]["unpack_bits"] == "fn_toy_device"
-assert fn.kernels.conformance(fn_toy_device.row(), sizes=(0, 1, 7, 8, 9, 1023)), "conforms"
+assert fn.testing.conformance(fn_toy_device.row(), sizes=(0, 1, 7, 8, 9, 1023)), "conforms"
 """
     found = python(toy, "-W", "error", "-c", code)
     assert found.returncode == 0, found.stderr
@@ -91,7 +91,7 @@ def test_a_row_of_another_device_is_not_loaded(tmp_path):
 @pytest.mark.slow
 def test_the_plugin_makes_a_test_of_every_kernel(toy):
     (toy / "conftest.py").write_text("")
-    found = python(toy, "-m", "pytest", "-p", "fn.kernels.pytest_plugin", "--fn-row", "fn_toy_device:row", "-q", "-rA",
+    found = python(toy, "-m", "pytest", "-p", "fn.testing.pytest_plugin", "--fn-row", "fn_toy_device:row", "-q", "-rA",
                    "--fn-size", "9", "--fn-size", "64")  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert "fn_toy_device:row[pack_bits]" in found.stdout
@@ -104,7 +104,7 @@ def test_the_plugin_shows_what_differs(tmp_path):
         "from fn.kernels import Accelerator, reference\n"
         "row = Accelerator('cpu', {'pack_bits': lambda x: reference.REFERENCES['pack_bits'](-x)})"
     )
-    found = python(tmp_path, "-m", "pytest", "-p", "fn.kernels.pytest_plugin", "--fn-row", "fn_wrong:row", "--fn-size",
+    found = python(tmp_path, "-m", "pytest", "-p", "fn.testing.pytest_plugin", "--fn-row", "fn_wrong:row", "--fn-size",
                    "9")  # fmt: skip
     assert found.returncode == 1
     assert "NOT conforming" in found.stdout

@@ -9,9 +9,10 @@ import types
 import pytest
 import torch
 
+import fn
 from fn import kernels
 from fn.kernels import bits, known_answers, reference
-from fn.kernels.conformance import small_arguments
+from fn.testing.kernels import small_arguments
 
 LONG = (1 << 17) + 3
 SIZES = (0, 1, 7, 8, 9, 1023, LONG)
@@ -19,7 +20,7 @@ SIZES = (0, 1, 7, 8, 9, 1023, LONG)
 
 
 def test_the_numpy_row_conforms():
-    assert kernels.conformance(bits.numpy("cpu"))
+    assert fn.testing.conformance(bits.numpy("cpu"))
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_the_row_of_torchs_functions_of_lists_conforms():
     from fn.kernels import foreach
 
     assert foreach.CHUNK_OF_CPU < LONG
-    assert kernels.conformance(foreach.row("cpu"), sizes=SIZES)
+    assert fn.testing.conformance(foreach.row("cpu"), sizes=SIZES)
 
 
 def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
@@ -57,7 +58,7 @@ def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
     monkeypatch.setattr(foreach, "CHUNK", chunk)
     kinds = {f.__name__: f for f in foreach.ON_ACCELERATORS}
     row = kernels.Accelerator("cpu", kinds, provider="torch")
-    assert kernels.conformance(row, sizes=SIZES if chunk == 100 else (0, 9, 1023))
+    assert fn.testing.conformance(row, sizes=SIZES if chunk == 100 else (0, 9, 1023))
     for name, kernel in kinds.items():
         assert known_answers.complaint(name, kernel, torch.device("cpu")) is None
         empty = [[torch.zeros(0)] if isinstance(a, list) else a for a in known_answers.examples(name)[0]]
@@ -79,13 +80,13 @@ def test_the_numba_row_conforms(monkeypatch):
     from fn.kernels.cpu import blocks, numba
 
     monkeypatch.setattr(blocks, "LARGER_THAN_CACHE", LONG)
-    assert kernels.conformance(numba.row("cpu"), sizes=SIZES)
+    assert fn.testing.conformance(numba.row("cpu"), sizes=SIZES)
 
 
 @pytest.mark.slow
 def test_the_reference_conforms_to_itself():
     row = kernels.Accelerator("cpu", kernels.reference.REFERENCES)
-    assert kernels.conformance(row, sizes=(0, 9))
+    assert fn.testing.conformance(row, sizes=(0, 9))
 
 
 @pytest.mark.slow
@@ -101,7 +102,7 @@ def test_conformance_sees_a_kernel_that_is_wrong_in_the_tail():
         packed = reference.codes.pack_bits(x)
         return packed | 128 if x.shape[1] == 7 else packed
 
-    report = kernels.conformance(kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(7, 8))
+    report = fn.testing.conformance(kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(7, 8))
     assert not report
     assert "n=7" in repr(report)
     assert "n=8" not in repr(report)
@@ -124,7 +125,7 @@ def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):
     row = bits.npu("npu")
     for op in row.kernels:
         assert known_answers.complaint(op, row.kernels[op], torch.device("cpu")) is None
-    assert kernels.conformance(row._replace(device_type="cpu"), sizes=(0, 1, 9, 1023))
+    assert fn.testing.conformance(row._replace(device_type="cpu"), sizes=(0, 1, 9, 1023))
     assert row.communication_backend == "hccl"
 
 
@@ -138,4 +139,4 @@ def test_the_cupy_row_conforms_on_the_gpu():
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from fn.kernels.gpu import cupy
 
-    assert kernels.conformance(cupy.row("cuda"))
+    assert fn.testing.conformance(cupy.row("cuda"))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import fn
 from fn import kernels
 from fn.kernels import known_answers, reference
 from fn.kernels.reference import REFERENCES
@@ -157,7 +158,7 @@ def test_a_kernel_that_is_wrong_is_refused_at_its_first_use_and_does_not_conform
     op, kernel = name.partition(":")[0], WRONG[name]
     assert known_answers.complaint(op, REFERENCES[op], torch.device("cpu")) is None
     assert known_answers.complaint(op, kernel, torch.device("cpu")) is not None
-    report = kernels.conformance(kernels.Accelerator("cpu", {op: kernel}), sizes=(9, 1023))
+    report = fn.testing.conformance(kernels.Accelerator("cpu", {op: kernel}), sizes=(9, 1023))
     faults = [fault for fault in report.faults if "n=" in fault]
     assert faults, "only the known answer is wrong"
 

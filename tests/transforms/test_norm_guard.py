@@ -130,7 +130,7 @@ def test_norms_are_one_message_of_eight_bytes() -> None:
 def test_a_transform_with_a_guard_keeps_what_adapters_rely_on() -> None:
     tx = fn.diloco(0.1, axis="data", guard=fn.norm_guard(temperature=1.0, clip=1.0), fragments=2, alpha=0.5)
     params = {"a": torch.ones(4), "b": torch.ones(3)}
-    report = fn.check_transform(tx, params, fn.every(4, fragments=2, delay=1, start=2))
+    report = fn.testing.check_transform(tx, params, fn.every(4, fragments=2, delay=1, start=2))
     assert report, report.faults
 
 

@@ -99,7 +99,7 @@ def test_a_turn_that_differs_between_ranks_is_refused() -> None:
 
 
 def test_no_loco_is_what_loops_and_adapters_rely_on() -> None:
-    report = fn.check_transform(
+    report = fn.testing.check_transform(
         fn.no_loco(0.01, axis="data"), {"w": torch.ones(4, 3), "b": torch.ones(3)}, fn.every(3, start=2)
     )
     assert report, report

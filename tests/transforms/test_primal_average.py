@@ -58,7 +58,8 @@ def named(lr: Any) -> fn.Transform:
 
 
 def test_it_is_what_loops_and_adapters_rely_on() -> None:
-    report = fn.check_transform(named(0.01), {"w": torch.ones(4, 3), "b": torch.ones(3)}, lambda step: Phase.WARMUP)
+    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
+    report = fn.testing.check_transform(named(0.01), params, lambda step: Phase.WARMUP)
     assert report, report
 
 

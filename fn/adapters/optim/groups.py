@@ -86,12 +86,15 @@ def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')")
 
 
 def check_known(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
-    """Refuse entries that `make` does not take, with a TypeError that names the first and what it takes."""
+    """Refuse entries that `make` does not take, with a TypeError that names them all and what it takes."""
     names, takes_any = arguments_of(make)
-    for name in () if takes_any else given.keys() - {*names}:
+    unknown = [] if takes_any else [name for name in given if name not in names]
+    if unknown:
         called = getattr(getattr(make, "func", make), "__name__", "make")
+        some = f"is not an argument of {called}" if len(unknown) == 1 else f"are no arguments of {called}"
         raise TypeError(
-            f"{name}: is not an argument of {called}, which takes {', '.join(n for n in names if n != 'lr')}"
+            f"{', '.join(unknown)}: {some}, which takes {', '.join(n for n in names if n != 'lr')}; leave out what it "
+            "does not take, such as the flags in groups of a torch.optim optimizer"
         )
 
 

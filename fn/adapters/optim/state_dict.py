@@ -116,14 +116,16 @@ def restore(
     who = f"state_dict: is of rank {by[0]} of {by[1]}, but this is rank {here[0]} of {here[1]}"
     lost = {path: torch.zeros_like(live[path]) for path, mark in marks.items() if mark == ERROR and by != here}
     mine |= lost
+    of_other = by != here and OWN in marks.values()
     if by != here:
         check_foreign(core, who)
     check_fits(live, mine)
     check_shards(core, live, mine)
     entries = [entries_of(core, g, mine) for g in range(len(core.param_groups))]
-    if lost:
-        text = f"{who}: its own errors, what compression had not delivered yet, are lost and start from zero"
-        warnings.warn(f"{text}; to keep them {KEEP_ALL}", stacklevel=4)
+    what = ["its own errors, what compression had not delivered yet, are lost and start from zero"] if lost else []
+    what += [f"what is each rank's own within a round, its moments say, is that of rank {by[0]}"] if of_other else []
+    if what:
+        warnings.warn(f"{who}: {'; '.join(what)}; to keep them {KEEP_ALL}", stacklevel=4)
     of_states = tree.by_path(core.states, "state.").items()
     buffers = {**(params or {}), **{path: x for path, x in of_states if path in mine}}
     write_all = written_into([*buffers.values()], [mine[path] for path in buffers])

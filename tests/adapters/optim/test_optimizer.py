@@ -167,6 +167,12 @@ def test_what_the_optimizer_does_not_take_is_refused_with_what_it_takes(name):
         fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw, **{name: 0.5}))
 
 
+def test_groups_of_torchs_adamw_are_refused_with_all_the_flags_in_the_order_that_they_have():
+    theirs = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]).param_groups
+    with pytest.raises(TypeError, match=r"amsgrad, maximize, foreach, .* are no arguments of adamw, .* leave out"):
+        fn.Optimizer(theirs, fn.adamw, lr=0.1)
+
+
 def test_a_learning_rate_that_make_holds_would_be_overruled_and_is_refused():
     with pytest.raises(ValueError, match=r"lr: .*but got 5\.0; pass it to fn\.Optimizer\(\.\.\., lr="):
         fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw, lr=5.0))

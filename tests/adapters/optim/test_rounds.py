@@ -197,6 +197,43 @@ def test_a_run_goes_on_bit_for_bit_from_any_step_of_a_round():
         assert found == {name: [] for name in SAVED_ANYWHERE}
 
 
+
+@two
+def rank_0s_round_on_all_ranks() -> list[str]:
+    opt = optimizer(fn.diloco, fn.every(4))
+    for step in range(2):
+        take(opt, step)
+    box = [opt.state_dict()]
+    dist.broadcast_object_list(box, src=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer(fn.diloco, fn.every(4)).load_state_dict(box[0])
+    return [str(w.message) for w in caught]
+
+
+def test_what_another_rank_has_of_its_own_within_a_round_is_taken_with_a_warning_only():
+    first, (text,) = two.answer("rank_0s_round_on_all_ranks")
+    assert first == []
+    assert "is of rank 0 of 2, but this is rank 1 of 2: what is each rank's own within a round" in text
+
+
+@two
+def started_apart() -> dict[str, str]:
+    found = {}
+    for name, make in {"diloco": fn.diloco, "sparse_loco": partial(fn.sparse_loco, k=4, tile=4)}.items():
+        params = [torch.nn.Parameter(p + dist.get_rank()) for p in start()]
+        with fn.bind({"data": dist.group.WORLD}), pytest.raises(fn.RanksDisagree) as raised:
+            fn.Optimizer(params, partial(make, axis="data"), schedule=fn.every(4), lr=0.02)
+        found[name] = str(raised.value)
+    return found
+
+
+@pytest.mark.parametrize("name", ["diloco", "sparse_loco"])
+def test_params_that_start_apart_are_named_and_not_copies_of_them_in_the_state(name):
+    for texts in two.answer("started_apart"):
+        assert "the numbers of parameter 0 in group 0 are others on rank 1" in texts[name]
+
+
 @two
 def sent() -> list[list[int]]:
     """Return the bytes of each step: of exact differences at once and late, of gradients that a trainer clips."""

@@ -27,12 +27,12 @@ def voted(x: Tensor, codec: fn.Codec, *, servers: bool = True) -> Tensor:
     fn.ballots(), fn.rotated(fn.int4()), fn.rotated(fn.sign(), 8), fn.rotated(fn.top_k(4, 32)),
 ], ids=repr)  # fmt: skip
 def test_they_conform(codec: fn.Codec) -> None:
-    report = fn.check_codec(codec)
+    report = fn.testing.check_codec(codec)
     assert report, report
 
 
 def test_zeros_that_always_vote_plus_are_reported() -> None:
-    assert fn.check_codec(fn.ballots("plus")).faults == ("zeros: moved",)
+    assert fn.testing.check_codec(fn.ballots("plus")).faults == ("zeros: moved",)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

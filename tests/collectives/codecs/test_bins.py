@@ -28,7 +28,7 @@ def arrived(codec, x):
 
 @pytest.mark.parametrize("codec", [*BINS, *FLOATS], ids=repr)
 def test_bins_and_floats_conform(codec):
-    report = fn.check_codec(codec)
+    report = fn.testing.check_codec(codec)
     assert report, report
 
 

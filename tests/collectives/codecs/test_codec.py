@@ -18,7 +18,7 @@ from fn.collectives.codecs.codec import Segments, mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode
 from fn.collectives.feedback import LazyError
 from fn.collectives.hierarchy import initial_errors
-from fn.collectives.testing import settle_errors
+from fn.testing.codec import settle_errors
 
 CODECS = [fn.sign(), fn.sign(block=64), fn.int4(block=64), fn.int8(block=64), fn.identity(torch.bfloat16)]
 CODECS += [fn.fp8(block=64), fn.fp8(64, "e5m2")]

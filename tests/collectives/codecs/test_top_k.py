@@ -35,7 +35,7 @@ SIZES = [0, 1, 7, 1009, 1023]
 
 @pytest.mark.parametrize("name", sorted({*CODECS} - {"k of the tensor", "all"}))
 def test_top_k_conforms(name):
-    report = fn.check_codec(CODECS[name]())
+    report = fn.testing.check_codec(CODECS[name]())
     assert report, report
 
 

@@ -20,7 +20,7 @@ KNOWN = """
 import torch
 from fn.kernels import known_answers, reference
 from fn.kernels.gpu import triton
-from fn.kernels.conformance import small_arguments
+from fn.testing.kernels import small_arguments
 from fn.kernels.schemas import ON_LISTS
 kernels = triton.row("cpu").kernels
 assert {*ON_LISTS, "sign_serve"} <= set(kernels)

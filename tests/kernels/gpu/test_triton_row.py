@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 CONFORMS = """
 import fn
 from fn.kernels.gpu import triton
-report = fn.kernels.conformance(triton.row("cpu"), ops=({ops}), sizes=(0, 7, 1023))
+report = fn.testing.conformance(triton.row("cpu"), ops=({ops}), sizes=(0, 7, 1023))
 assert report, report
 """
 
@@ -151,4 +151,4 @@ def test_the_row_conforms_on_the_gpu():
     import fn
     from fn.kernels.gpu import triton
 
-    assert fn.kernels.conformance(triton.row("cuda"))
+    assert fn.testing.conformance(triton.row("cuda"))

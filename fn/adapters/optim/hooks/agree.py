@@ -106,16 +106,17 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
     """
     facts = facts_of(unit.transform)
     axes = [axis for axis in axes if facts.silent or axis in facts.axes]
+    cure = (
+        "start from the same ones: the same seed before the model is made, torch.distributed.broadcast, or "
+        "DistributedDataParallel, which does that"
+    )
+    # Params first: a state may hold copies of them, whose names the user does not know.
+    _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
     marks = tree.by_path(roles.kinds(unit.state))
     same = {path: leaf for path, leaf in tree.by_path(unit.state).items() if marks[path] == SAME}
     fields = {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
     device = device_among(unit.groups)
     compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
-    cure = (
-        "start from the same ones: the same seed before the model is made, torch.distributed.broadcast, or "
-        "DistributedDataParallel, which does that"
-    )
-    _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
 
 
 def check_islands(core: Core) -> None:

@@ -1,8 +1,8 @@
 """The conformance kit: whether a row computes what the reference computes.
 
-In a test suite the plugin `fn.kernels.pytest_plugin` makes a test of every kernel of a row:
+In a test suite the plugin `fn.testing.pytest_plugin` makes a test of every kernel of a row:
 
-    pytest -p fn.kernels.pytest_plugin --fn-row my_package.kernels:row
+    pytest -p fn.testing.pytest_plugin --fn-row my_package.kernels:row
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
 
     >>> import fn
     >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.codes.pack_bits})
-    >>> fn.kernels.conformance(row, sizes=(0, 9))
+    >>> fn.testing.conformance(row, sizes=(0, 9))
     conforming: cpu, 21 checks of 1 kernels
 
     Args:

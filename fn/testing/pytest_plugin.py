@@ -1,6 +1,6 @@
 """A pytest plugin: one test for every kernel of a row.
 
-    pytest -p fn.kernels.pytest_plugin --fn-row my_package.kernels:row
+    pytest -p fn.testing.pytest_plugin --fn-row my_package.kernels:row
 
 The option may be repeated; it names a row, or a function that returns one. --fn-size chooses lengths of rows.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fn.kernels.conformance import SIZES, conformance
 from fn.kernels.table import Accelerator, as_row
+from fn.testing.kernels import SIZES, conformance
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

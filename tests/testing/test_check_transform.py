@@ -42,19 +42,19 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 def test_every_named_optimizer_conforms(name):
     make, schedule = METHODS[name]
-    report = fn.check_transform(make(lr=0.02, axis="data"), PARAMS, schedule)
+    report = fn.testing.check_transform(make(lr=0.02, axis="data"), PARAMS, schedule)
     assert report, report
     assert report.checks > 6
 
 
 def test_a_method_of_ones_own_conforms_with_a_delay():
-    report = fn.check_transform(meeting("difference", "outer"), PARAMS, fn.every(4, delay=2))
+    report = fn.testing.check_transform(meeting("difference", "outer"), PARAMS, fn.every(4, delay=2))
     assert report, report
 
 
 def test_several_axes_are_simulated_together():
     tx = fn.onebit_adam(0.02, axis=("local", "node"))
-    report = fn.check_transform(tx, PARAMS, fn.freeze_after(3))
+    report = fn.testing.check_transform(tx, PARAMS, fn.freeze_after(3))
     assert report, report
 
 
@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[Callable[[], fn.Transform], Any, str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_transform_is_told_its_fault_and_the_cure(what):
     make, schedule, said = WRONG[what]
-    report = fn.check_transform(make(), PARAMS, schedule, axis="data")
+    report = fn.testing.check_transform(make(), PARAMS, schedule, axis="data")
     assert not report
     assert "NOT conforming" in repr(report)
     assert any(re.search(said, fault) for fault in report.faults), report
@@ -154,7 +154,7 @@ def test_a_wrong_transform_is_told_its_fault_and_the_cure(what):
 
 def test_what_is_no_transform_is_refused():
     with pytest.raises(TypeError, match=r"^tx: expected a transform"):
-        fn.check_transform(fn.adamw, PARAMS, warm_up)  # type: ignore[arg-type]
+        fn.testing.check_transform(fn.adamw, PARAMS, warm_up)  # type: ignore[arg-type]
 
 
 def over_groups() -> tuple[Any, ...]:
@@ -162,11 +162,11 @@ def over_groups() -> tuple[Any, ...]:
         return tree.map(lambda u: u + dist.get_rank(), updates)
 
     wrong = fn.chain(fn.average("data"), fn.stateless(of_rank), fn.scale_by_learning_rate(0.1))
-    alone = fn.check_transform(fn.diloco(0.02, axis="data"), PARAMS, fn.every(4, delay=1, start=2))
+    alone = fn.testing.check_transform(fn.diloco(0.02, axis="data"), PARAMS, fn.every(4, delay=1, start=2))
     with fn.bind({"data": dist.group.WORLD}):
-        right = fn.check_transform(fn.diloco(0.02, axis="data"), PARAMS, fn.every(4, delay=1, start=2))
-        codes = fn.check_transform(fn.onebit_adam(0.02, axis="data"), PARAMS, fn.freeze_after(3))
-        found = fn.check_transform(wrong, PARAMS, warm_up)
+        right = fn.testing.check_transform(fn.diloco(0.02, axis="data"), PARAMS, fn.every(4, delay=1, start=2))
+        codes = fn.testing.check_transform(fn.onebit_adam(0.02, axis="data"), PARAMS, fn.freeze_after(3))
+        found = fn.testing.check_transform(wrong, PARAMS, warm_up)
     return right.checks > alone.checks, right.faults, codes.faults, found.faults
 
 

@@ -21,7 +21,7 @@ from fn.collectives.hierarchy import Hop, initial_errors
 from fn.collectives.ledger import ledger
 from fn.collectives.simulation import simulate
 from fn.errors import expected
-from fn.kernels.conformance import Check, run_checks
+from fn.testing.kernels import Check, run_checks
 
 Tree = Any
 
@@ -57,9 +57,9 @@ def check_codec(codec: Codec) -> Report:
     `decode_mean` and `segmented` compute the algebra.
 
     >>> import fn
-    >>> fn.check_codec(fn.int8())
+    >>> fn.testing.check_codec(fn.int8())
     conforming: 26 checks
-    >>> print(fn.check_codec(fn.sign()._replace(bits=0.5)).faults[0])
+    >>> print(fn.testing.check_codec(fn.sign()._replace(bits=0.5)).faults[0])
     bits on the wire: are 1 per element in the ledger, but `bits` says 0.5
 
     Args: codec: any codec; `fused`, `segmented` and `decode_mean` are looked at where it has them.

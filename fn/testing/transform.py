@@ -1,7 +1,7 @@
 """`check_transform`: whether a transform keeps what loops, simulations and adapters rely on.
 
 >>> import torch, fn
->>> fn.check_transform(fn.diloco(1e-3, axis="data"), {"w": torch.ones(3)}, fn.every(4, start=2)).faults
+>>> fn.testing.check_transform(fn.diloco(1e-3, axis="data"), {"w": torch.ones(3)}, fn.every(4, start=2)).faults
 ()
 """
 
@@ -20,10 +20,10 @@ from fn.base import Phase, Round, Transform, apply_updates, check_is_transform, 
 from fn.collectives.axis import ALONE, axis_index, current_binding, names, rank_dims
 from fn.collectives.primitives import all_gather
 from fn.collectives.simulation import simulate
-from fn.collectives.testing import Report
-from fn.kernels.conformance import Check, run_checks
 from fn.roles import has_local_params
 from fn.schedules import FreezeWhenStable, Schedule, phase_of
+from fn.testing.codec import Report
+from fn.testing.kernels import Check, run_checks
 from fn.transforms.skip_nonfinite import SkipState
 
 Tree = Any
