@@ -81,9 +81,3 @@ def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(name):
         sum(float((p - x.mean(0)).square().sum()) for p, x in zip(at, pull, strict=True)) for at in (PARAMS, params)
     )
     assert after < 0.1 * before
-
-
-@each_make
-def test_there_is_no_local_phase(name):
-    with pytest.raises(ValueError, match="has only WARMUP, COMPRESSED"):
-        MAKES[name](axis="data").update(Phase.LOCAL)
