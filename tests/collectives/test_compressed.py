@@ -176,14 +176,6 @@ def test_every_floating_dtype_comes_back_as_it_went_with_errors_no_narrower_than
         assert (y != 0).all()
 
 
-def test_an_empty_vector_passes_with_empty_errors():
-    x = torch.zeros(2, 0)
-    shard, y, worker, server = simulated(2, fn.sign())(x, x, x)
-    assert shard.shape == (2, 0)
-    assert y.shape == (0,)
-    assert worker.shape == server.shape == (2, 0)
-
-
 def test_a_non_contiguous_vector_travels_as_it_looks():
     x = torch.randn(32, 2)
     zeros = torch.zeros(2, 32), torch.zeros(2, 16)

@@ -164,25 +164,3 @@ def test_metadata_that_name_a_file_without_a_digest_are_refused(saved):
 
     forge(found, change)
     refused(folder, opt, r"names '\.\./elsewhere', a file without a digest", ".metadata")
-
-
-def shifted(read: Any) -> None:
-    read.storage_data[LEAF].offset += 1
-
-
-def of_another_tensor(read: Any) -> None:
-    read.storage_data[LEAF] = read.storage_data[metadata.MetadataIndex("params.0.0", [0, 0])]
-
-
-def nowhere(read: Any) -> None:
-    del read.storage_data[LEAF]
-
-
-LEAF = metadata.MetadataIndex("extra.m", [0])
-
-
-@pytest.mark.parametrize("change", [shifted, of_another_tensor, nowhere])
-def test_metadata_that_do_not_fit_their_files_are_refused(change, saved):
-    folder, found, opt = saved
-    forge(found, change)
-    refused(folder, opt, r"\.metadata does not describe what the files hold: ", ".metadata")
