@@ -124,6 +124,7 @@ def test_the_planner_knows_the_step_of_every_method() -> None:
         assert 1 == fast == slow if method.alone else 1 <= fast < slow, name
 
 
+@pytest.mark.reliability
 @pytest.mark.parametrize("name", METHODS)
 def test_warm_up_and_messages_are_as_large_as_the_planner_says(name: str) -> None:
     method, ranks, shapes = METHODS[name], 4, ((64, 64), (64,), (256, 64))

@@ -76,6 +76,7 @@ def test_what_is_measured_is_not_measured_again(folder):
     assert (folder / "x.json").read_text() == before
 
 
+@pytest.mark.reliability
 def test_other_settings_need_another_file(tmp_path):
     file = tmp_path / "x.json"
     file.write_text(json.dumps({"points": {"x": {}}, "compute": 1.0, "throttled": False, "words": {}}))

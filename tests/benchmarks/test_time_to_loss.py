@@ -103,6 +103,7 @@ def test_the_last_mean_arrives_in_the_last_step() -> None:
         assert schedule(steps - 1).end is not None
 
 
+@pytest.mark.reliability
 def test_without_a_rate_it_asks_for_the_search(tmp_path: Path) -> None:
     ended = run("--json", str(tmp_path / "x.json"))
     assert ended.returncode == 1
