@@ -225,7 +225,7 @@ def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
     assert (found["x"] - goal).norm() < 0.25 * (start["x"] - goal).norm()
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 @each_optimizer
 def test_it_trains_a_small_network(optimizer):
     world, samples = 4, 32

@@ -96,7 +96,7 @@ def trained(optimizer: Any) -> list[torch.Tensor]:
 @each_of_all
 def test_steps_are_the_same_whatever_the_default_device_and_dtype_are(optimizer):
     expected = trained(optimizer)
-    for default in (elsewhere(), *map(in_dtype, (torch.bfloat16, torch.float16, torch.float64))):
+    for default in (elsewhere(), *map(in_dtype, (torch.bfloat16, torch.float64))):
         with default:
             found = trained(optimizer)
         assert {x.device.type for x in found} == {"cpu"}

@@ -34,7 +34,7 @@ def ranked(tx: fn.Transform, phase: Phase) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@each_make
+@pytest.mark.parametrize("name", ["powersgd_adamw", pytest.param("dion", marks=pytest.mark.reliability)])
 def test_compiled_in_one_graph_it_agrees_with_eager(name):
     step, state = ranked(MAKES[name](axis="data"), Phase.COMPRESSED)
     g = [normal(2, *p.shape, seed=7) for p in PARAMS]

@@ -122,7 +122,7 @@ def peak_per_parameter(name: str, parameters: int = 4_000_000) -> float:
     return found / parameters
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_a_compressed_step_holds_the_next_errors_and_the_codes():
     errors = 4 + 4 / 2  # a worker's, and a server's of two ranks
     for name in ("1-bit Adam compressed, fn.Optimizer", "1-bit Adam compressed, fn.Optimizer, lazy error"):

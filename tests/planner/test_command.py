@@ -186,7 +186,7 @@ def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [LINE, "table"])
+@pytest.mark.parametrize("line", [pytest.param(LINE, marks=pytest.mark.reliability), "table"])
 def test_a_reader_that_has_seen_enough_is_no_error(line):
     """As behind `| head -0`: the pipe is closed before anything is written."""
     end, start = os.pipe()
@@ -203,7 +203,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(line):
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_a_job_measures_its_links(tmp_path):
     """Two gloo processes measure alpha and beta of the axis between them, and plan with that."""
     out = tmp_path / "plan.json"

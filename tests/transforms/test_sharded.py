@@ -305,7 +305,7 @@ def test_a_state_of_another_shard_is_refused_and_nothing_is_loaded():
         tx.warmup_update(params, state, params)
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_over_two_axes_it_compiles_to_one_graph_and_agrees_with_eager(graphs):
     codecs, feedbacks = (fn.int4(8), fn.int4(8)), (fn.damped(block=8), fn.classic(store="int8"))
     tx = fn.loco_adamw(0.1, axis=("local", "node"), codec=codecs, feedback=feedbacks, gather=fn.int8(), master=True)

