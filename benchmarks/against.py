@@ -66,7 +66,8 @@ def serve() -> None:
 
 def start(root: Path) -> subprocess.Popen[str]:
     """Start a process that serves the steps of a checkout."""
-    path = f"{root}{os.pathsep}{root / 'benchmarks'}"
+    folder = root / "benchmarks" / "steps"
+    path = f"{root}{os.pathsep}{folder if folder.exists() else folder.parent}"  # before 0.4.0 `step.py` lay there
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, __file__, "--serve"]
     process = subprocess.Popen(command, env=env, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -107,8 +108,9 @@ def ratios(old: Path, new: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    from measure import markdown
     from scipy.stats import t as student
+
+    from benchmarks.measure import markdown
 
     rows = []
     for step in result["pairs"][0]:
@@ -137,8 +139,9 @@ def main() -> None:
         return
     if args.commit is None:
         parser.error("name the commit to compare with, such as 61da050")
-    from measure import about, commit, write
     from tqdm import trange
+
+    from benchmarks.measure import about, commit, write
 
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # of the processes, too, which take turns
     with tempfile.TemporaryDirectory() as folder:

@@ -1,154 +1,17 @@
 """One atlas of all methods: what each costs and what it loses, on the same models, data, seeds and tokens.
 
     python benchmarks/atlas.py --quick                                 # 8 workers, one seed; or `make atlas`
-    python benchmarks/atlas.py --full --json benchmarks/atlas.json --out docs
-    python benchmarks/atlas.py --deep --hours 2.5 --jobs 1 --json benchmarks/atlas_deep --out docs
+    python benchmarks/atlas.py --full --json benchmarks/results/atlas.json --out docs
 
-Every named optimizer of `fn`, averages in codes in front of AdamW, and the baselines that they have to beat train a
-language model, fine-tune it on another kind of text, and train on digits, with simulated workers; a few train a deeper
-language model for longer. Every method is given the same tuning: learning rates a factor of 1.8 apart, until the best
-one is at no edge, on a split and a seed that no table shows. The best one runs on the other seeds, and their losses on
-a third split are compared with AdamW's seed by seed. Runs that the file, or the folder of a run a file, holds are not
-taken again, so it may be stopped and started; after a change of a method take its rows out.
+`benchmarks/atlas/` has the methods, the tasks, the runs, the tables and the pictures.
 """
 
-from __future__ import annotations
-
-import argparse
-import importlib
-import json
-import math
-import os
-import re
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from multiprocessing import active_children, get_context
 from pathlib import Path
 
-import atlas_picture
-from atlas_methods import METHODS
-from atlas_summary import DEEPER, MAIN, TUNED_ON, Row, chosen_rate, missing_runs, rates_to_try, summary, table
-from atlas_tasks import TASKS
-from atlas_train import Run, train
-from measure import machine
-from tqdm import tqdm
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # as for `python -m`: here `atlas` is this file and a folder
 
-FULL = Path(__file__).with_name("atlas.json")
-"""The committed run, in which the quick one looks up learning rates."""
-
-QUICK_STEPS = 152
-"""Of which 8 % and a number of rounds are all."""
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file, or of a folder with a row a file; none if there is none."""
-    if path.is_dir():
-        return [json.loads(file.read_text()) for file in sorted(path.glob("*.json"))]
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    """Write the last row to a file of its own if the path is a folder's, else all rows, one a line.
-
-    A file is whole at any time.
-    """
-    if path.suffix:
-        lines = ",\n".join(json.dumps(row) for row in rows)
-        text = f'{{"about": {json.dumps(machine())},\n"rows": [\n{lines}\n]}}\n'
-    else:
-        run = Run(*(rows[-1][name] for name in Run._fields))
-        path = path / (re.sub(r"[^a-z0-9.]+", "-", "_".join(map(str, run[1:]))) + ".json")
-        text = json.dumps({**rows[-1], "about": machine()}) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
-
-
-def wanted(rows: list[Row], task: str, method: str) -> Iterator[Run]:
-    """Yield what a full atlas lacks of a method on a task, as far as that is known: first the search of its rate."""
-    setting = TASKS[task]
-    if task not in METHODS[method].tasks:
-        return
-    for lr in rates_to_try(rows, task, method):
-        yield from (Run(task, method, TUNED_ON, seed, setting.search_steps, lr) for seed in setting.choosing)
-    if (lr := chosen_rate(rows, task, method)) is not None:
-        yield from (Run(task, method, setting.workers, seed, setting.steps, lr) for seed in setting.seeds)
-
-
-def quick(rows: list[Row], method: str) -> Run:
-    """Return the one run of a quick atlas, with the learning rate of the committed one."""
-    setting = TASKS[MAIN]
-    lr = chosen_rate(rows, MAIN, method) or METHODS[method].rate
-    return Run(MAIN, method, setting.workers, setting.seeds[0], QUICK_STEPS, lr)
-
-
-def take(args: argparse.Namespace, path: Path) -> list[Row]:
-    """Take the runs that are missing, and write each as soon as it is there; start none after `args.hours`."""
-    rows, committed, end = read(path), read(FULL), time.monotonic() + 3600 * args.hours
-    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool, tqdm(desc="runs") as bar:
-        going: dict[Future[Row], Run] = {}
-        try:
-            while True:
-                done = {Run(*(row[name] for name in Run._fields)) for row in rows} | set(going.values())
-                pairs = [(task, method) for task in args.tasks for method in args.only]
-                runs = [run for pair in pairs for run in wanted(rows, *pair)]
-                if args.quick:
-                    runs = [quick(committed, method) for method in args.only]
-                missing = [run for run in dict.fromkeys(runs) if run not in done]
-                bar.total = len(rows) + len(going) + len(missing)  # that are known; a search may want more
-                for run in missing[: args.jobs - len(going)] if time.monotonic() < end else []:
-                    going[pool.submit(train, run)] = run
-                if not going:
-                    return rows
-                for ended in wait(going, return_when=FIRST_COMPLETED).done:
-                    del going[ended]
-                    rows.append(ended.result())
-                    write(path, rows)
-                    bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
-                bar.update(len(rows) - bar.n)
-        except BaseException:  # else whoever stops it waits for runs that nobody writes down
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in active_children():
-                process.terminate()
-            raise
-
-
-def main() -> None:
-    """Take the runs, print the tables, draw the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help=f"{MAIN}, {QUICK_STEPS} steps, one seed (default)")
-    size.add_argument("--full", action="store_true", help="all tasks but the deeper one, all rates and seeds")
-    size.add_argument("--deep", action="store_true", help="the deeper language model, a run a file")
-    add("--hours", type=float, default=math.inf, help="after which no run is started")
-    add("--json", type=Path, metavar="FILE", help="where rows are kept (of --deep: the folder), in --out by default")
-    add("--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the pictures go")
-    add("--only", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help="some methods")
-    tasks = [task for task in TASKS if task != DEEPER]
-    add("--tasks", nargs="+", choices=tasks, default=tasks, metavar="TASK", help="of --full")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, each on one core")
-    args = parser.parse_args()
-    args.quick = not (args.full or args.deep)
-    args.tasks = [DEEPER] if args.deep else args.tasks
-    if args.full and "digits" in args.tasks:
-        importlib.import_module("sklearn")  # now, and not after an hour: pip install 'fn-optim[notebooks]'
-    path = args.json or args.out / ("atlas.json" if args.full else "atlas_deep" if args.deep else "atlas_quick.json")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("atlas: terminated; start it again to go on"))
-    rows = take(args, path)
-    reported = [row for row in rows if row["seed"] in TASKS[row["task"]].seeds]
-    shown = dict.fromkeys((row["task"], row["workers"], row["steps"]) for row in reported)
-    for task, workers, steps in shown:
-        print("", f"{task}, {workers} workers, {steps} steps", "", table(summary(rows, task, workers, steps)), sep="\n")
-        if not args.quick and (missing := missing_runs(rows, task)):
-            print(f"\n{missing} runs are missing")
-    print("", *atlas_picture.draw(rows, args.out), sep="\n")
-
+from benchmarks.atlas.runs import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,11 @@ def commit(name: str = "HEAD") -> str:
     return f"{short} with changes" if changed else short
 
 
-def about(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return what a figure depends on: the machine, the commit, and the command that measured it, with its minutes.
-
-    Args: arguments: of the command, if they are not those that this process was started with.
-    """
+def about() -> dict[str, Any]:
+    """Return what a figure depends on: the machine, the commit, and the command that measured it, with its minutes."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    command = shlex.join(["python", str(script), *(sys.argv[1:] if arguments is None else arguments)])
+    name = [str(script)] if len(script.parts) == 2 else ["-m", ".".join(script.with_suffix("").parts)]
+    command = shlex.join(["python", *name, *sys.argv[1:]])
     minutes = round((time.monotonic() - STARTED) / 60, 1)
     return {**machine(), "commit": commit(), "command": command, "minutes": minutes}
 
@@ -124,11 +122,11 @@ def measured_on(abouts: Iterable[Mapping[str, Any]]) -> str:
     return "; ".join(f"*{count} points: {fact}*" for fact, count in facts.items())
 
 
-def with_both_mallocs(script: str, arguments: list[str]) -> dict[str, Any]:
-    """Run a script with --child under the default malloc and under one that keeps its pages; return what it prints."""
+def with_both_mallocs(module: str, arguments: list[str]) -> dict[str, Any]:
+    """Run a module with --child under the default malloc and under one that keeps its pages; return what it prints."""
     found = {}
     for name, env in {"default": {}, "keeps pages": KEEP_PAGES}.items():
-        command = [sys.executable, script, "--child", *arguments]
+        command = [sys.executable, "-m", module, "--child", *arguments]
         done = subprocess.run(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True)
         found[name] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -9,7 +9,7 @@
 A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`. What `--measure` runs is `MEASUREMENTS`,
 one script after the other; the JSON of each is in `results/`, with its command, machine and commit, which stand above
 the table. A slow link needs root and iproute2. TorchOpt and optax are timed if they are installed. The runs of the
-atlas, the deep atlas, `max_step`, the grid and the time to a loss, which take long, have commands of their own.
+atlas, `max_step`, the grid and the time to a loss, which take long, have commands of their own.
 """
 
 from __future__ import annotations
@@ -26,30 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import against
-import allreduce
-import atlas
-import atlas_summary
-import choices
-import convergence
-import demo_exchange
-import grid_report
-import kernels
-import low_rank
-import max_step
-import muon
-import playbook
-import ranks_step
-import sharded
-import simulate
-import sites
-import slow_link_report
-import step
-import time_to_loss_report
-from atlas_summary import DEEPER
-from atlas_tasks import TASKS
-from measure import ROOT
 from tqdm import tqdm
+
+from benchmarks import against
+from benchmarks.atlas import choices, max_step
+from benchmarks.atlas import runs as atlas
+from benchmarks.atlas import summary as atlas_summary
+from benchmarks.links import grid_report, playbook, sites, slow_link_report, time_to_loss_report
+from benchmarks.measure import ROOT
+from benchmarks.steps import convergence, kernels, muon, ranks_step, sharded, step
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -64,7 +49,7 @@ BLOCK = re.compile(r"(<!-- table: (.+?) -->(?:\n\n| )).*?((?:\n\n| )<!-- end -->
 class Measurement(NamedTuple):
     """A table of the page.
 
-    command: the script and its arguments. table: makes Markdown of its JSON. quick: arguments that make it short.
+    command: what follows `python`. table: makes Markdown of its JSON. quick: arguments that make it short.
     """
 
     command: str
@@ -75,34 +60,31 @@ class Measurement(NamedTuple):
 OPTIMIZERS = "adamw,onebit_adam,onebit_adam_int8,loco_adamw,zero_one_adam"
 FSDP = "fsdp2,identity,qgz,loco"
 TRAIN_LESS = "--layers 1 --width 32 --steps 12"
+STEPS, LINKS = "-m benchmarks.steps.", "-m benchmarks.links."
 MEASUREMENTS: Mapping[str, Measurement] = {
-    "step": Measurement("step.py --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
-    "against": Measurement("against.py 61da050", against.table, "--pairs 1 --rounds 1"),
-    "ranks_step": Measurement("ranks_step.py", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
-    "sharded": Measurement("sharded.py", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
-    "kernels": Measurement("kernels.py", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
-    "allreduce": Measurement("allreduce.py", allreduce.table, "--n 65536 --rounds 1"),
-    "muon": Measurement("muon.py --rounds 7", muon.table, "--layers 1 --width 32 --rounds 1"),
-    "low_rank": Measurement("low_rank.py", low_rank.table, "--layers 1 --width 64 --rounds 1"),
-    "demo_exchange": Measurement("demo_exchange.py", demo_exchange.table, "--layers 1 --width 128 --rounds 1"),
-    "simulate": Measurement("simulate.py", simulate.table, "--ranks 2 --steps 1"),
+    "step": Measurement(f"{STEPS}step --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
+    "against": Measurement("benchmarks/against.py 61da050", against.table, "--pairs 1 --rounds 1"),
+    "ranks_step": Measurement(f"{STEPS}ranks_step", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
+    "sharded": Measurement(f"{STEPS}sharded", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
+    "kernels": Measurement(f"{STEPS}kernels", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
+    "muon": Measurement(f"{STEPS}muon --rounds 7", muon.table, "--layers 1 --width 32 --rounds 1"),
     "slow_link": Measurement(
-        "slow_link.py --png docs/slow_link.png",
+        f"{LINKS}slow_link --png docs/slow_link.png",
         slow_link_report.table,
         "--png out/slow_link.png --loopback --rounds 1 --model 1 32 2 --batch 1 --context 8",
     ),
     "sites": Measurement(
-        "sites.py",
+        f"{LINKS}sites",
         sites.table,
         "--loopback --tiny --compute 0.002 --only 'no communication' 'DDP float32' 'DiLoCo, int8' 'DiLoCo, int8, late'",
     ),
     "train_lm": Measurement(
-        f"convergence.py train_lm --optimizers {OPTIMIZERS} --png docs/demo.png",
+        f"{STEPS}convergence train_lm --optimizers {OPTIMIZERS} --png docs/demo.png",
         convergence.table_of_train_lm,
         f"--png out/demo.png {TRAIN_LESS} --freeze-step 4",
     ),
     "train_fsdp": Measurement(
-        f"convergence.py train_fsdp --methods {FSDP} --steps 500", convergence.table_of_train_fsdp, TRAIN_LESS
+        f"{STEPS}convergence train_fsdp --methods {FSDP} --steps 500", convergence.table_of_train_fsdp, TRAIN_LESS
     ),
 }
 """What `--measure` runs, in this order, by the name of its table and its file in `results/`."""
@@ -132,7 +114,7 @@ def measured(name: str) -> str:
 def of_file(name: str, table: Callable[[dict[str, Any]], str]) -> str:
     """Return a table of a result that has a command of its own."""
     found = result(name)
-    return f"{NOT_YET}: `python benchmarks/{name}.py`" if found is None else table(found)
+    return f"{NOT_YET}: `python {LINKS}{name}`" if found is None else table(found)
 
 
 def headline() -> str:
@@ -143,13 +125,12 @@ def headline() -> str:
 
 def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the name of each table, and what makes it."""
-    rows, deep = atlas.read(HERE / "atlas.json"), atlas.read(HERE / "atlas_deep")
-    for task in TASKS:
-        yield task, partial(atlas_summary.report, deep if task == DEEPER else rows, task)
+    rows = atlas.read(atlas.FULL)
+    yield "atlas", partial(atlas_summary.report, rows)
     yield "choices", partial(choices.table, rows)
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
-    yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
+    yield "max_step", partial(max_step.table, json.loads((RESULTS / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)
     yield "grid", partial(of_file, "grid", grid_report.table)
@@ -174,7 +155,7 @@ def measure(names: list[str], folder: Path, quick: bool) -> list[str]:
         for name in bar:
             bar.set_postfix_str(name)
             own, file = MEASUREMENTS[name], os.path.relpath(folder / f"{name}.json", ROOT)
-            command = [*shlex.split(f"benchmarks/{own.command} {own.quick * quick}"), "--json", file]
+            command = [*shlex.split(f"{own.command} {own.quick * quick}"), "--json", file]
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
             with open(logs / f"{name}.log", "w") as log:
                 env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

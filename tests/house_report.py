@@ -15,6 +15,7 @@ import sys
 import tokenize
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import ismodule
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,12 @@ HOUSE = Path(fn.__file__).parent
 LONG = 600
 """Lines beyond which a file is worth a look."""
 
+APART = (
+    "fn/contrib/", "fn/planner/", "fn/testing/", "fn/adapters/deepspeed/", "fn/adapters/torchft/",
+    "fn/adapters/trainers/", "fn/__main__.py",
+)  # fmt: skip
+"""What is not of the core."""
+
 
 def code_lines(source: str) -> int:
     """Count lines without those that have only docstrings, comments or nothing."""
@@ -41,6 +48,29 @@ def code_lines(source: str) -> int:
     without = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return len({n for t in tokens if t.type not in without for n in range(t.start[0], t.end[0] + 1)} - lines)
+
+
+def comment_lines(source: str) -> int:
+    """Count lines that are a comment; one behind code is none."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(t.type == tokenize.COMMENT and t.line.lstrip().startswith("#") for t in tokens)
+
+
+def is_core(name: str) -> bool:
+    """Return whether a file, by its path from the root, is of the core."""
+    return not name.startswith(APART)
+
+
+def contrib_imports(source: str) -> int:
+    """Count the imports of `fn.contrib` or of one of its modules."""
+    found = 0
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += sum(f"{alias.name}.".startswith("fn.contrib.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}." for alias in node.names]
+            found += any(name.startswith("fn.contrib.") for name in names)
+    return found
 
 
 class Way(NamedTuple):
@@ -140,15 +170,20 @@ def pure() -> Way:
 def main() -> None:
     files = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(HOUSE.rglob("*.py"))}
     lines = {name: len(text.splitlines()) for name, text in files.items()}
-    code = sum(map(code_lines, files.values()))
-    print(f"fn/: {len(files)} files, {sum(lines.values())} lines, {code} of them code")
+    code = {name: code_lines(text) for name, text in files.items()}
+    core = [name for name in files if is_core(name)]
+    counts = sum(code.values()), sum(map(comment_lines, files.values()))
+    print(f"fn/: {len(files)} files, {sum(lines.values())} lines, {counts[0]} of them code, {counts[1]} a comment")
+    imports = sum(contrib_imports(files[name]) for name in core)
+    print(f"core: {sum(code[name] for name in core)} code, {imports} imports of a contrib method")
+    print(f"public names of fn, modules left out: {sum(not ismodule(getattr(fn, name)) for name in fn.__all__)}")
     for folder in sorted(path.parent for path in HOUSE.glob("*/__init__.py")):
         inside = [name for name in files if name.startswith(f"fn/{folder.name}/")]
-        code_inside = sum(code_lines(files[name]) for name in inside)
+        code_inside = sum(code[name] for name in inside)
         print(f"  {folder.name}/: {len(inside)} files, {sum(lines[name] for name in inside)} lines, {code_inside} code")
     for place in ("adapters/optim", "adapters/checkpoint", "adapters/deepspeed", "adapters/torchft"):
         inside = [name for name in files if name.startswith(f"fn/{place}/")]
-        print(f"  {place}/: {sum(code_lines(files[name]) for name in inside)} code")
+        print(f"  {place}/: {sum(code[name] for name in inside)} code")
     tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
     print(f"tests/: {tests} lines")
     longest = sorted(lines, key=lambda name: -lines[name])

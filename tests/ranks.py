@@ -11,6 +11,7 @@ the loopback interface, so no port is chosen and nothing leaves the machine.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -29,8 +30,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-LIMIT = 600.0
+LIMIT = 300.0
 """Seconds after which a test counts as hanging: ten times what the slowest one needs on two quiet cores."""
+
+PATIENCE = 30.0
+"""Seconds that `run` waits for the other ranks once one has raised: they may wait for it until the group's timeout."""
 
 GROUP_TIMEOUT = 2 * LIMIT
 """Seconds after which a collective that a peer never joins fails: a test in which a rank waits for that hangs."""
@@ -52,7 +56,7 @@ class Died(NamedTuple):
 
 def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
     """Return f(*args) of every rank; an exception on any rank fails the test with that rank's trace."""
-    found = outcomes(world, f, *args, timeout=timeout)
+    found = outcomes(world, f, *args, timeout=timeout, patience=PATIENCE)
     for rank, outcome in enumerate(found):
         if isinstance(outcome, Raised):
             raise AssertionError(f"rank {rank} raised:\n{outcome.trace}")
@@ -99,21 +103,25 @@ def outcomes(
     timeout: float = LIMIT,
     group_timeout: float = GROUP_TIMEOUT,
     enough: int | None = None,
+    patience: float = LIMIT,
 ) -> list[Any]:
-    """Return what became of every rank: a value, `Raised`, or `Died`; of `enough` of them, if the rest hangs."""
+    """Return what became of every rank: a value, `Raised`, or `Died`; of `enough` of them, if the rest hangs.
+
+    Args: patience: seconds that the others are waited for once a rank has raised.
+    """
     context = server()
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             job = pickle.dumps((f, args))
-            arguments = (rank, world, f"{folder}/store", job, theirs, group_timeout)
+            arguments = (rank, world, f"{folder}/store", job, theirs, group_timeout, timeout)
             process = context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
             processes.append(process)
-        return _collect(ends, processes, time.monotonic() + timeout, enough or world)
+        return _collect(ends, processes, time.monotonic() + timeout, enough or world, patience)
 
 
 @functools.cache
@@ -127,7 +135,7 @@ def server() -> Any:
     return context
 
 
-def _collect(ends: list[Any], processes: list[Any], until: float, enough: int) -> list[Any]:
+def _collect(ends: list[Any], processes: list[Any], until: float, enough: int, patience: float) -> list[Any]:
     found: dict[int, Any] = {}
     while len(found) < enough:
         waiting = [end for rank, end in enumerate(ends) if rank not in found]
@@ -138,6 +146,8 @@ def _collect(ends: list[Any], processes: list[Any], until: float, enough: int) -
             rank = ends.index(end)
             try:
                 found[rank] = pickle.loads(end.recv_bytes())
+                if isinstance(found[rank], Raised):
+                    until = min(until, time.monotonic() + patience)
             except EOFError:
                 processes[rank].join(10)
                 found[rank] = Died(processes[rank].exitcode)
@@ -159,7 +169,8 @@ def stay(count: int | None = None) -> None:
         here = sum(store.check([f"stays {rank}"]) for rank in range(dist.get_world_size()))
 
 
-def _main(rank: int, world: int, store: str, job: bytes, end: Any, group_timeout: float) -> None:
+def _main(rank: int, world: int, store: str, job: bytes, end: Any, group_timeout: float, timeout: float) -> None:
+    faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank hangs is known before it is killed
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch remembers the last 2000 collectives, a kilobyte each
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ tensors. `test_optimizers.py` refuses a named optimizer that is in none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -190,13 +190,17 @@ each_phase = pytest.mark.parametrize(("optimizer", "phase"), PHASES.values(), id
 QUICK = ("onebit_adam-compressed", "zero_one_adam-local", "loco_adamw-compressed")
 """What stands for all phases in tests that compile each; the others are part of `make reliability-test`."""
 
-each_phase_in_time = pytest.mark.parametrize(
-    ("optimizer", "phase"),
-    [
-        pytest.param(*case, id=name, marks=[] if name in QUICK else [pytest.mark.reliability])
+
+
+def in_time(quick: Sequence[str]) -> pytest.MarkDecorator:
+    """Return every phase of every optimizer, of which only some are not part of `make reliability-test`."""
+    cases = [
+        pytest.param(*case, id=name, marks=[] if name in quick else [pytest.mark.reliability])
         for name, case in PHASES.items()
-    ],
-)
+    ]
+    return pytest.mark.parametrize(("optimizer", "phase"), cases)
+
+
 
 _LACKING = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in Phase if phase not in optimizer.phases]
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from registry import each_of_all
 from torch.utils._device import _device_constructors
 
 import fn
 from fn import tree
 from fn.collectives import transports
-from fn.collectives.axis import Axis, Binding, all_ranks, resolve
+from fn.collectives.axis import Axis, Binding
 
 SHAPES = [(6, 5), (7,), (), (0,)]
 MAKERS = {f"torch.{make.__name__}" for make in _device_constructors()}
@@ -51,24 +50,6 @@ def test_every_tensor_that_is_made_says_of_which_dtype_and_on_which_device():
             if ast.unparse(call.func) in MAKERS and None not in given and not {"dtype", "device"} <= given:  # **options
                 silent.append(f"{path}:{call.lineno}")
     assert silent == []
-
-
-def test_the_rank_of_an_axis_is_a_number_of_the_host():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with elsewhere():
-            found = [resolve("data").rank, all_ranks()]
-            with fn.bind({"data": dist.group.WORLD}):
-                found += [resolve("data").rank, fn.axis_index("data"), all_ranks()]
-    finally:
-        dist.destroy_process_group()
-    assert {x.device.type for x in found} == {"cpu"}
-
-
-def test_simulated_ranks_are_numbers_of_the_host():
-    with elsewhere():
-        f = fn.simulate(lambda x: x + fn.axis_index("data"), "data", 3)
-        assert f(torch.zeros(3, device="cpu")).tolist() == [0, 1, 2]
 
 
 def trained(optimizer: Any) -> list[torch.Tensor]:
@@ -115,7 +96,7 @@ def trained(optimizer: Any) -> list[torch.Tensor]:
 @each_of_all
 def test_steps_are_the_same_whatever_the_default_device_and_dtype_are(optimizer):
     expected = trained(optimizer)
-    for default in (elsewhere(), *map(in_dtype, (torch.bfloat16, torch.float16, torch.float64))):
+    for default in (elsewhere(), *map(in_dtype, (torch.bfloat16, torch.float64))):
         with default:
             found = trained(optimizer)
         assert {x.device.type for x in found} == {"cpu"}

@@ -1,4 +1,4 @@
-"""Faults that users meet: restarts under torchrun, ranks that do not match, bad numbers. Kills: `test_transactions`."""
+"""Faults that users meet: restarts under torchrun, ranks that do not match. Kills: `test_transactions`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from registry import OPTIMIZERS, each_phase
 from scripts import restarted
-from test_transactions import build, phases_until, set_gradients
 
 import fn
-from fn import Phase, tree
 from fn.collectives import agreement
 
 ROOT = Path(__file__).parent.parent
@@ -105,46 +102,3 @@ def test_ranks_that_do_not_match_are_refused_on_all_by_rank_and_field_about_as_f
         assert "nothing has moved" in text
         assert seconds <= 10 * accepted
         print(f"{kind}: refused after {1000 * seconds:.0f} ms")
-
-
-# Numbers that are not finite.
-
-
-def poisoned(name: str, phase: Phase, bad: float) -> tuple[bool, list[int], int]:
-    """Give rank 1 one bad number in a step of a phase; return whether all is finite, the skip counts, the steps."""
-    asked = [*phases_until(phase), *phases_until(phase)[-1:] * 2]
-    params, opt = build(name, 2, asked.__getitem__)
-    finite = True
-    for t in range(len(asked)):
-        set_gradients(params, t)
-        if t == 3 and dist.get_rank() == 1:
-            params[0].grad[0, 0] = bad
-        opt.step()
-        leaves = [x for x in (*params, *tree.leaves(opt.states)) if x.is_floating_point()]
-        finite = finite and all(bool(torch.isfinite(x).all()) for x in leaves)
-    return finite, [int(x) for x in tree.fields(opt.states, "skipped")], opt.steps
-
-
-BAD = tuple((o.name, phase, x) for o in OPTIMIZERS for phase in o.phases for x in (math.nan, math.inf, -math.inf))
-
-
-def all_poisoned() -> list[tuple]:
-    return [poisoned(*case) for case in BAD]
-
-
-@functools.cache
-def poisonings() -> list[list[tuple]]:
-    return ranks.run(2, all_poisoned)
-
-
-@pytest.mark.slow
-@each_phase
-@pytest.mark.parametrize("bad", [0, 1, 2], ids=["nan", "inf", "-inf"])
-def test_a_number_that_is_not_finite_on_one_rank_poisons_nothing_and_is_counted_alike(optimizer, phase, bad):
-    place = [case[:2] for case in BAD].index((optimizer.name, phase)) + bad
-    one, two = (found[place] for found in poisonings())
-    assert one == two
-    finite, skipped, steps = one
-    assert finite
-    assert set(skipped) == {0 if phase is Phase.LOCAL else 1}
-    assert steps == 7

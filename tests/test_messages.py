@@ -161,5 +161,5 @@ BY = {
 @pytest.mark.parametrize("by_overlap", [True, False], ids=["overlap", "ddp.optimizer"])
 def test_clipping_behind_backward_is_one_error_whose_cure_is_of_the_function_that_was_called(by_overlap):
     message = CHANGED.format(BY[by_overlap])
-    assert run(2, clipped, (0, 1), by_overlap, 0.0) == [message, message]
-    assert run(2, clipped, (0, 1), by_overlap, 3600.0) == [message, message]  # where steps are not overlapped
+    wire = 0.0 if by_overlap else 3600.0  # where steps are not overlapped
+    assert run(2, clipped, (0, 1), by_overlap, wire) == [message, message]

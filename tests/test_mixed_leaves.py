@@ -21,10 +21,8 @@ from fn.adapters.deepspeed import transforms as deepspeed
 pytestmark = pytest.mark.slow
 
 MODELS = {
-    "float32": {"t": torch.float32, "w": torch.float32},
     "bfloat16": {"t": torch.bfloat16, "w": torch.bfloat16},
     "float32 beside float64": {"t": torch.float32, "w": torch.float64},
-    "bfloat16 beside float64": {"t": torch.bfloat16, "w": torch.float64},
     "float64 beside float32": {"t": torch.float64, "w": torch.float32},
 }
 RATES = {
@@ -63,10 +61,9 @@ def test_both_compressed_phases_of_deepspeeds_zero_one_adam_do(dtypes, rate, fro
 
 
 @each_phase
-@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
-def test_updates_do_not_take_the_dtype_of_the_rate(optimizer, phase, dtypes):
+def test_updates_do_not_take_the_dtype_of_the_rate(optimizer, phase):
     """Those of a float and of a 0-d float64 have the same dtypes."""
-    params, found = model(dtypes), []
+    params, found = model(MODELS["float32 beside float64"]), []
     for lr in (RATES["float"], RATES["float64"]):
         tx = optimizer.make(lr=lr, axis="data")
         updates, _ = tx.update(phase)(params, tx.init(params), params)

@@ -109,11 +109,13 @@ def _frozen():
     gc.unfreeze()
 
 
+LONG = [pytest.param(LATE, train, marks=pytest.mark.reliability) for train in (in_place, pure)]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(eps|gradients):")
 @pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("train", [in_place, pure])
-@pytest.mark.parametrize("last", [SOON, pytest.param(LATE, marks=pytest.mark.reliability)])
+@pytest.mark.parametrize(("last", "train"), [(SOON, in_place), *LONG])
 def test_as_many_tensors_live_at_the_end_as_early_on(last, train, name):
     ways = [transports.register(f"{axis} among equals", among_equals(1, 2, 2**i)) for i, axis in enumerate(AXES)]
     binding = Binding({axis: Axis(2, torch.tensor(1), way) for axis, way in zip(AXES, ways, strict=True)})

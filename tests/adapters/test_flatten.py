@@ -218,21 +218,6 @@ def test_a_device_holds_no_more_than_the_larger_form_and_the_largest_parameter(o
             assert torch.equal(device.values(p), x.to(new or old).to(old))
 
 
-def test_a_device_that_runs_out_of_memory_leaves_the_parameters_as_they_were():
-    values = [torch.arange(9), torch.randn(20), torch.randn(6, 5), torch.randn(3).double()]
-    with LedgerDevice() as device:
-        params = [nn.Parameter(device.put(x), requires_grad=x.is_floating_point()) for x in values]
-        params[1].grad = device.put(torch.ones(20))
-        device.capacity = model = device.live
-        with pytest.raises(torch.OutOfMemoryError):
-            FlatParameters(params, torch.float64, False, 1)  # in float64 the second buffer has no room
-        assert device.live == model
-        for p, x in zip(params, values, strict=True):
-            assert (p.dtype, p.shape) == (x.dtype, x.shape)
-            assert torch.equal(device.values(p), x)
-        assert torch.equal(device.values(params[1].grad), torch.ones(20))
-
-
 HOST = """
 import sys, torch, fn
 dtype = getattr(torch, sys.argv[1])
@@ -251,12 +236,11 @@ print(status("VmHWM") - start, sum(b.nbytes for b in flat.buffers.values()))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident memory from /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_on_a_cpu_resident_memory_is_bounded_too(dtype):
+def test_on_a_cpu_resident_memory_is_bounded_too():
     """With a malloc that returns large pieces to the system, as glibc's does below its moving threshold."""
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", HOST, dtype], capture_output=True, text=True, env=env, timeout=LIMIT, check=False
+        [sys.executable, "-c", HOST, "bfloat16"], capture_output=True, text=True, env=env, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     more, buffers = map(int, done.stdout.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import chains
@@ -11,7 +10,6 @@ import ddp_cases
 import pytest
 import ranks
 import torch
-from as_torchrun import execute
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
@@ -202,25 +200,6 @@ def test_ranges_are_eager_only() -> None:
     assert "record_function" not in graph.code
     assert [e.count for e in profile.key_averages() if e.key == "fn: encode"] == [1]
     assert observer.seconds.keys() == {"encode"}
-
-
-def tensorboard_example(out: str) -> list[str]:
-    execute(Path(__file__).parents[2] / "examples" / "watch_tensorboard.py", "--steps", "20", "--out", out)
-    return []
-
-
-def test_the_tensorboard_example_writes_every_measure(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    ranks.run(2, tensorboard_example, str(tmp_path))
-    for rank in range(2):
-        events = EventAccumulator(str(tmp_path / f"rank{rank}")).Reload()
-        names = {tag.removeprefix("step/") for tag in events.Tags()["scalars"]}
-        assert names == {*StepMetrics._fields, "loss"} - {"step", "phase"}
-        assert [e.step for e in events.Scalars("step/compression_error")] == [10, 15]
-        sent = [e.value for e in events.Scalars("step/bytes")]
-        assert sent[0] > sent[1] > 8 * sent[2] > 0  # the first step also compares gradients with the other rank's
 
 
 def overlapped(checked: bool) -> list[StepMetrics]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,21 +12,16 @@ from hypothesis import strategies as st
 from registry import OPTIMIZERS, OTHERS
 
 import fn
+from benchmarks.atlas import picture, runs
+from benchmarks.atlas.methods import METHODS, H
+from benchmarks.atlas.paired import rate_at
+from benchmarks.atlas.summary import chosen_rate, missing_runs, rates_to_try, summary, table
+from benchmarks.atlas.tasks import TASKS
+from benchmarks.atlas.train import Run, train
 from fn.planner.methods import methods
 from fn.planner.network import Cost, network
 from fn.planner.predict import plan
 from fn.planner.traffic import Model
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import atlas  # noqa: E402
-import atlas_picture  # noqa: E402
-from atlas_methods import METHODS, H  # noqa: E402
-from atlas_summary import DEEPER, chosen_rate, missing_runs, rates_to_try, summary, table  # noqa: E402
-from atlas_tasks import TASKS  # noqa: E402
-from atlas_train import Run, train  # noqa: E402
-from paired import rate_at  # noqa: E402
 
 
 def test_every_named_optimizer_has_a_row() -> None:
@@ -70,11 +63,11 @@ def test_what_is_reported_chooses_no_rate() -> None:
 
 
 def test_it_goes_on_where_it_stopped() -> None:
-    first = list(atlas.wanted([], "language model", "adamw"))
+    first = list(runs.wanted([], "language model", "adamw"))
     assert [run.lr for run in first] == [rate("adamw", place) for place in (-1, 0, 1)]
-    then = list(atlas.wanted(tried(2.2, 2.0, 2.1), "language model", "adamw"))
+    then = list(runs.wanted(tried(2.2, 2.0, 2.1), "language model", "adamw"))
     assert {(run.workers, run.seed, run.lr) for run in then} == {(8, s, rate("adamw", 0)) for s in (1, 2, 3)}
-    assert list(atlas.wanted([], "digits", "muon")) == []
+    assert list(runs.wanted([], "digits", "muon")) == []
 
 
 def seeds(method: str, *losses: float | None) -> list[dict[str, Any]]:
@@ -98,7 +91,7 @@ def test_a_method_that_diverged_on_a_seed_has_no_mean() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
 def test_the_front_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
-    found = atlas_picture.front(points)
+    found = picture.front(points)
     beaten = {p for p in points for q in points if q != p and q[0] <= p[0] and q[1] <= p[1]}
     assert set(found) == set(points) - beaten
     assert found == sorted(set(found))
@@ -117,21 +110,21 @@ def test_splits_share_nothing() -> None:
         assert len(setting.seeds) >= 3
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("name", METHODS)
-def test_every_run_ends_with_all_ranks_alike(name: str, task: str) -> None:
+def test_every_run_ends_with_all_ranks_alike() -> None:
     """Else the mean that is scored would be one more exchange, which nobody counts."""
-    for steps in (TASKS[task].steps, atlas.QUICK_STEPS):
-        last = METHODS[name].schedule(steps)(steps - 1)
-        assert last not in (fn.Phase.LOCAL, fn.Round()) or METHODS[name].ends_apart
+    for steps in (*(task.steps for task in TASKS.values()), runs.QUICK_STEPS):
+        for name, method in METHODS.items():
+            assert method.schedule(steps)(steps - 1) not in (fn.Phase.LOCAL, fn.Round()) or method.ends_apart, name
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_planner_knows_the_step_of_every_method(name: str) -> None:
-    slow, fast = (atlas_picture.slowdown(name, atlas_picture.predicted(8, rate), 400) for rate in (1e8, 1e11))
-    assert 1 == fast == slow if METHODS[name].alone else 1 <= fast < slow
+def test_the_planner_knows_the_step_of_every_method() -> None:
+    plans = [picture.predicted(8, rate) for rate in (1e8, 1e11)]
+    for name, method in METHODS.items():
+        slow, fast = (picture.slowdown(name, made, 400) for made in plans)
+        assert 1 == fast == slow if method.alone else 1 <= fast < slow, name
 
 
+@pytest.mark.reliability
 @pytest.mark.parametrize("name", METHODS)
 def test_warm_up_and_messages_are_as_large_as_the_planner_says(name: str) -> None:
     method, ranks, shapes = METHODS[name], 4, ((64, 64), (64,), (256, 64))
@@ -161,26 +154,16 @@ def test_warm_up_and_messages_are_as_large_as_the_planner_says(name: str) -> Non
         assert sent(fn.Phase.WARMUP) == pytest.approx(planned, rel=0.01)  # codes pad what they gather
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task != DEEPER])
+@pytest.mark.parametrize("task", TASKS)
 def test_the_committed_runs_are_complete(task: str) -> None:
-    rows, setting = atlas.read(atlas.FULL), TASKS[task]
+    rows, setting = runs.read(runs.FULL), TASKS[task]
     shown = summary(rows, task, setting.workers, setting.steps)
     assert [row["method"] for row in shown] == [name for name in METHODS if task in METHODS[name].tasks]
     assert all(row["seeds"] == len(setting.seeds) for row in shown)
     assert missing_runs(rows, task) == 0
 
 
-def test_a_deep_run_is_a_file_and_is_not_made_again(tmp_path: Path) -> None:
-    setting = TASKS[DEEPER]
-    for method in ("adamw, one worker", "adamw"):
-        run = Run(DEEPER, method, setting.workers, 0, setting.search_steps, METHODS[method].rate)
-        atlas.write(tmp_path, [{**run._asdict(), "tuning": 2.0, "loss": 2.0}])
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"adamw-4-0-750-0.003.json", "adamw-one-worker-4-0-750-0.003.json"}
-    assert rates_to_try(atlas.read(tmp_path), DEEPER, "adamw") == [rate("adamw", -1), rate("adamw", 1)]
-
-
-@pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "digits" in method.tasks])
 def test_every_method_learns(name: str) -> None:
     pytest.importorskip("sklearn")

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 import fn
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-
-import atlas  # noqa: E402
-import choices  # noqa: E402
-from atlas_methods import METHODS  # noqa: E402
+from benchmarks.atlas import choices, runs
+from benchmarks.atlas.methods import METHODS
 
 MADE = {name: getattr(fn, name, None) or getattr(fn.contrib, name, None) for name in METHODS}
 NAMED = {name: name for name, method in METHODS.items() if MADE[name] and name != "adamw" and method.tasks}
@@ -28,7 +21,7 @@ MADE["muloco"] = fn.muloco
 def test_a_docstring_says_which_learning_rate_to_start_with(name: str) -> None:
     said = re.search(r"start with AdamW's rate(?: times (\d+(?:\.\d+)?))?", " ".join(MADE[name].__doc__.split()))
     assert said is not None
-    assert float(said[1] or 1) == choices.start(atlas.read(atlas.FULL), NAMED[name])
+    assert float(said[1] or 1) == choices.start(runs.read(runs.FULL), NAMED[name])
 
 
 def test_every_optimizer_has_a_factor() -> None:

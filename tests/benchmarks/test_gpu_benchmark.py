@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
+from benchmarks.gpu import parts as gpu
+
 PARTS = ("alike", "overlap", "step", "sweep", "deep", "kernels", "methods", "cold", "curve")
 
 pytestmark = pytest.mark.slow
@@ -21,7 +23,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 FAULTY = """
 import os, sys, time
-from gpu_rows import Row, at_most, outcome
+from benchmarks.gpu.rows import Row, at_most, outcome
 
 def fails(): raise RuntimeError("made up")
 def dies(): os._exit(7)
@@ -36,9 +38,8 @@ def checks(options):
 """
 
 
-@pytest.mark.parametrize(
-    "part", ["sweep", *(pytest.param(part, marks=pytest.mark.reliability) for part in PARTS if part != "sweep")]
-)
+@pytest.mark.reliability
+@pytest.mark.parametrize("part", PARTS)
 def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), part, "--device", "cpu", "--quick"]
     ended = subprocess.run(
@@ -60,11 +61,9 @@ def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
 
 @pytest.mark.reliability
 def test_a_check_that_raises_dies_or_hangs_is_a_row_and_the_others_run(tmp_path, monkeypatch):
-    (tmp_path / "gpu_faulty.py").write_text(FAULTY)
-    for folder in (BENCHMARKS, tmp_path):
-        monkeypatch.syspath_prepend(str(folder))
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    gpu = importlib.import_module("gpu")
     monkeypatch.setattr(gpu, "SECONDS_OF_A_CHECK", 5.0)
     assert gpu.PARTS == PARTS
     kept: list[int] = []
@@ -82,9 +81,8 @@ def test_a_check_that_raises_dies_or_hangs_is_a_row_and_the_others_run(tmp_path,
 
 def test_the_fastest_launch_takes_the_line_of_the_one_before(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
-    for folder in (BENCHMARKS, ROOT / "tests" / "gpu"):
-        monkeypatch.syspath_prepend(str(folder))
-    sweep = importlib.import_module("gpu_sweep")
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    sweep = importlib.import_module("benchmarks.gpu.sweep")
     launches = importlib.import_module("fn.kernels.gpu.triton.launches")
     text = sweep.TABLE.read_text()
     for name in sweep.CALLS:

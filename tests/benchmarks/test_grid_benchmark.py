@@ -12,20 +12,19 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
+from benchmarks.links import grid_report
+from benchmarks.links.grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of
+
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
 
-import grid_report  # noqa: E402
-from grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of  # noqa: E402
-
-SCRIPT = ROOT / "benchmarks" / "grid.py"
 SMALL = ("--loopback", "--tiny", "--words", "64", "16", "--rates", "1 Gbit/s", "--four", "--compute", "0.002")
 SOME = (NONE, "int4 gradients", "fp8 gradients")
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, *arguments],
+        [sys.executable, "-m", "benchmarks.links.grid", *SMALL, *arguments],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -77,6 +76,7 @@ def test_what_is_measured_is_not_measured_again(folder):
     assert (folder / "x.json").read_text() == before
 
 
+@pytest.mark.reliability
 def test_other_settings_need_another_file(tmp_path):
     file = tmp_path / "x.json"
     file.write_text(json.dumps({"points": {"x": {}}, "compute": 1.0, "throttled": False, "words": {}}))

@@ -1,19 +1,17 @@
-"""`benchmarks/max_step.json`: all runs are there, and they say what they are cited for."""
+"""`benchmarks/results/max_step.json`: all runs are there, and they say what they are cited for."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.atlas import max_step
+
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
 
-import max_step  # noqa: E402
-
-ROWS = json.loads((ROOT / "benchmarks" / "max_step.json").read_text())
+ROWS = json.loads((ROOT / "benchmarks" / "results" / "max_step.json").read_text())
 
 
 @pytest.mark.parametrize("method", [f"{name}, max_step={limits[0]}" for name, limits in max_step.LIMITS.items()])

@@ -1,9 +1,6 @@
-"""`benchmarks/muon.py`: what its contenders send, without a clock."""
+"""`benchmarks/steps/muon.py`: what its contenders send, without a clock."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import ranks
@@ -12,10 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import muon
+from benchmarks.steps import muon
 
 
 def sent_and_moved(layers: int, width: int) -> tuple[dict[str, int], dict[str, list[torch.Tensor]]]:

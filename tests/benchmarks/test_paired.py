@@ -1,19 +1,15 @@
-"""`benchmarks/paired.py`: differences are paired by seed, and carry their interval."""
+"""`benchmarks/atlas/paired.py`: differences are paired by seed, and carry their interval."""
 
 from __future__ import annotations
 
 import doctest
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from scipy.stats import ttest_rel
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import paired
-from paired import Difference, difference
+from benchmarks.atlas import paired
+from benchmarks.atlas.paired import Difference, difference
 
 
 def test_examples() -> None:

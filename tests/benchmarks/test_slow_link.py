@@ -14,15 +14,15 @@ from ranks import LIMIT
 pytestmark = pytest.mark.reliability
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "slow_link.py"
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     out = tmp_path_factory.mktemp("slow_link")
-    small = "--loopback --model 1 32 2 --batch 1 --context 8 --rounds 2"
+    small = f"--loopback --model 1 32 2 --batch 1 --context 8 --rounds 2 --json {out}/x.json --png {out}/x.png"
     ended = subprocess.run(
-        [sys.executable, str(SCRIPT), *small.split(), "--json", str(out / "x.json"), "--png", str(out / "x.png")],
+        [sys.executable, "-m", "benchmarks.links.slow_link", *small.split()],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -23,10 +23,3 @@ def test_a_figure_that_is_changed_by_hand_is_noticed():
     first = next(iter(rows.values()))
     first["launches"] += 1
     assert gpu_table.with_table(page, rows) != page
-
-
-def test_what_was_not_counted_again_stays_as_it_was(tmp_path):
-    counts, row = tmp_path / "counts.json", {"launches": 1, "waits": 1, "collectives": 2, "bytes": 4.0}
-    gpu_table.write(counts, {"b": row, "gone": row}, ["a", "b", "gone"])
-    gpu_table.write(counts, {"a": {**row, "launches": 9}}, ["a", "b"])
-    assert [*json.loads(counts.read_text()).items()] == [("a", {**row, "launches": 9}), ("b", row)]

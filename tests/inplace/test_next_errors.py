@@ -23,7 +23,7 @@ from fn.inplace.match import in_place
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
-STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
+ROOT = Path(__file__).parents[2]
 SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16), (130, 130)]
 CASES = [
     {},
@@ -114,15 +114,16 @@ def test_a_step_that_is_thrown_away_leaves_the_errors():
 def peak_per_parameter(name: str, parameters: int = 4_000_000) -> float:
     """Return the bytes that a step holds above parameters, gradients and state, in a process of its own."""
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, str(STEP), "--peak", name, "--parameters", str(parameters)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=ranks.LIMIT)
+    command = [sys.executable, "-m", "benchmarks.steps.step", "--peak", name, "--parameters", str(parameters)]
+    options = {"cwd": ROOT, "env": env, "timeout": ranks.LIMIT}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, **options)
     found = int(done.stdout.split()[-1])
     if found < 0:
         pytest.skip("this system does not forget the peak of a process")
     return found / parameters
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_a_compressed_step_holds_the_next_errors_and_the_codes():
     errors = 4 + 4 / 2  # a worker's, and a server's of two ranks
     for name in ("1-bit Adam compressed, fn.Optimizer", "1-bit Adam compressed, fn.Optimizer, lazy error"):

@@ -88,32 +88,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag, name, sa
     assert answer.out == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "title"),
-    [
-        ("--params 1 --world 1 --intra 1gbit", "1 parameter; 1 rank, which has nobody to talk to"),
-        ("--params 2 --world 2 --intra 1gbit", "2 parameters; 2 ranks; 1 Gbit/s, 5 us between ranks"),
-        (
-            "--params 1e4 --world 4 --per-node 1 --intra 1tbit --inter 1gbit",
-            "10,000 parameters; 4 ranks in 4 nodes of 1; 1 Gbit/s, 30 us between nodes",
-        ),
-        pytest.param(
-            "--params 1e15 --world 8 --tensors 100000 --intra 1gbit",
-            "1,000,000,000,000,000 parameters; 8 ranks; 1 Gbit/s, 5 us between ranks",
-            marks=pytest.mark.reliability,
-        ),
-    ],
-)
-def test_the_title(line, title, capsys):
-    main(["plan", *line.split(), "--compute", "1s"])
-    assert capsys.readouterr().out.splitlines()[0] == title
-
-
-def test_nvlink_does_not_pay(capsys):
-    main([*NVLINK.split()])
-    assert "Compression does not pay here" in capsys.readouterr().out
-
-
 def test_nodes_of_one_rank_need_no_intra(capsys):
     main([*ETHERNET.split()])
     text = capsys.readouterr().out
@@ -212,7 +186,7 @@ def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [LINE, "table"])
+@pytest.mark.parametrize("line", [pytest.param(LINE, marks=pytest.mark.reliability), "table"])
 def test_a_reader_that_has_seen_enough_is_no_error(line):
     """As behind `| head -0`: the pipe is closed before anything is written."""
     end, start = os.pipe()
@@ -229,7 +203,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(line):
     assert (ended.returncode, ended.stderr) == (1, "")
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_a_job_measures_its_links(tmp_path):
     """Two gloo processes measure alpha and beta of the axis between them, and plan with that."""
     out = tmp_path / "plan.json"

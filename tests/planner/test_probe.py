@@ -175,7 +175,7 @@ def under_torchrun(tmp_path, *line):
     return ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_two_ranks_are_planned_for_from_their_own_script(tmp_path):
     """Half of the steps are averaged as they were, then none is, and behind the last one the links are measured."""
     train = tmp_path / "train.py"

@@ -65,13 +65,6 @@ def test_one_bit_adam_follows_the_papers_loop_through_both_phases(world, block, 
     assert_follows(tx, loop, fn.freeze_after(5), world)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_adamw_follows_the_papers_loop(world):
-    tx = fn.adamw(LR, **HYPER, axis="data")
-    loop = oracle.AdamW([p.reshape(-1).numpy() for p in params()], world, LR, **HYPER)
-    assert_follows(tx, loop, lambda step: Phase.WARMUP, world)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_errors_too_follow_the_papers_loop(world):
     tx = chains.onebit_adam(LR, **HYPER, axis="data", layout="per_tensor")

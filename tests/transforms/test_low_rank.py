@@ -218,17 +218,6 @@ def test_other_feedbacks_are_followed(feedback):
     assert lost < {"Off": 0.8, "StoredClassic": 0.1}.get(type(feedback.rule).__name__, 0.5)
 
 
-def test_seeds_of_a_vmap_around_the_ranks_are_independent():
-    g = normal(3, 4, 2, 12, 8)  # seeds, steps, ranks
-
-    def one(g: Tensor) -> Tensor:
-        return run(fn.low_rank_average("data", 2), [g])[0][0]
-
-    together = torch.func.vmap(one)(g)
-    for x, each in zip(together, g, strict=True):
-        torch.testing.assert_close(x, one(each), rtol=1e-4, atol=1e-5)
-
-
 ALIKE = [(12, 8), (8, 12), (12, 8), (6, 3, 3, 3), (12, 8), (5,), (6, 3, 3, 3), (6, 27), (3, 2), (3, 2)]
 OPTIONS = {
     "classic": {"rank": 2},
@@ -315,10 +304,6 @@ def step(params: list[Tensor], opt: fn.Optimizer, t: int) -> None:
     for i, p in enumerate(params):
         p.grad = normal(*p.shape, seed=100 * t + 10 * i + dist.get_rank())
     opt.step()
-
-
-FIRST = {"powersgd": 1, "dion": 0}
-"""The first step with factors; before it there are no errors."""
 
 
 def left_out(bad: bool) -> tuple[bool, int, list[Tensor]]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import ranks
-import registry
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fn
 from fn import Phase, tree
 from fn.base import has_phase
-from fn.transforms.skip_nonfinite import all_finite
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 
@@ -191,39 +188,3 @@ def test_behind_an_optimizer_no_rank_waits_for_what_a_guard_in_front_of_an_excha
 @pytest.mark.parametrize("phase", list(Phase))
 def test_it_has_the_phases_of_the_inner_transform(phase):
     assert has_phase(guarded(), phase) == (phase is not Phase.LOCAL)
-
-
-class Ops(TorchDispatchMode):
-    """Note the names of what runs, and of those what runs along a dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.along = set(), set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func._schema.name)
-        if (kwargs or {}).get("dim") is not None:
-            self.along.add(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_simulated_ranks_are_looked_at_without_aminmax():
-    """Along a dimension, which is what vmap makes of it, it takes four times as long as amin and amax."""
-    with Ops() as ops:
-        assert torch.vmap(lambda x: all_finite([x]))(torch.ones(4, 5)).all()
-    assert "aten::amax" in ops.names
-    assert "aten::aminmax" not in ops.names
-
-
-@registry.each_of_all
-def test_no_simulated_step_of_a_named_optimizer_takes_aminmax_along_the_ranks(optimizer):
-    """Of what all ranks share, such as averaged gradients, it is taken as it is on one rank."""
-    tx, params = optimizer.make(lr=0.01, axis="data"), [torch.ones(3, 4), torch.ones(5)]
-    state = tx.init(params)
-    dims = tree.map(lambda _: 0, state) if optimizer.divided else fn.rank_dims(state)
-    state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(params)
-    for phase in optimizer.phases:
-        run = fn.simulate(tx.update(phase), "data", 2, in_dims=(0, dims, None), out_dims=(0, dims))
-        with Ops() as ops:
-            run([torch.ones(2, 3, 4), torch.ones(2, 5)], state, params)
-        assert "aten::aminmax" not in ops.along, phase

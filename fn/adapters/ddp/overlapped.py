@@ -127,12 +127,12 @@ class Overlap:
 
     def _forget(self) -> None:
         """Be as before a backward pass, when all that the others wait for is sent."""
-        ended, self._pass, self._phase = self._pass, None, Phase.LOCAL
+        ended, self._pass = self._pass, None
         self._changes.forget()
         if ended is not None:
-            ended.end()
+            ended.end()  # in the phase of the pass: a job of another one fails, and may keep others from sending
             ended.wait()
-        self._scaling = None, None
+        self._phase, self._scaling = Phase.LOCAL, (None, None)
 
     def _job_of(self, unit: int, grads: list[Tensor]) -> Callable[[], Staged]:
         """Return what stages the step of a unit."""

@@ -229,38 +229,6 @@ def test_overlapped_steps_are_bitwise_the_serial_ones_through_all_phases(name):
 
 
 @case
-def rearranged() -> list[list[int]]:
-    """Return the sizes of DDP's buckets in each pass."""
-    model = wrapped()
-    running = average_gradients(model, fn.sign(), elements=300)
-    passes: list[list[int]] = []
-    begin = running.begin
-
-    def watched():
-        started = begin()
-        arrive, sizes = started.arrive, list[int]()
-        passes.append(sizes)
-
-        def watch(params, grads):
-            sizes.append(sum(g.numel() for g in grads))
-            arrive(params, grads)
-
-        started.arrive = watch
-        return started
-
-    running.begin = watched
-    train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
-    return passes
-
-
-def test_ddp_does_rearrange_its_buckets_after_the_first_pass():
-    """Otherwise the comparisons here would not show that nothing is lost by it."""
-    for first, *others in case.answer("rearranged"):
-        assert len(first) == 1
-        assert all(len(later) > 2 for later in others)
-
-
-@case
 def without_a_step() -> tuple[list, list]:
     """A backward pass whose step never comes, and one that adds to its gradients."""
     serial, ahead = keep_local(wrapped()), wrapped()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.inplace.memory import is_folded, overlaps
 
 MAKES = {"adamw": fn.adamw, "lamb": fn.lamb, "onebit_adam": partial(fn.onebit_adam, axis="data")}
 
@@ -85,19 +84,6 @@ def test_memory_that_only_looks_shared_is_accepted():
         p.grad = torch.ones(p.shape)
     opt.step()
     assert all(torch.allclose(p.detach(), torch.tensor(0.9)) for p in params)
-
-
-def test_overlaps_are_those_that_a_look_at_every_element_finds():
-    torch.manual_seed(0)
-    for _ in range(300):
-        buffer, views = torch.arange(24.0), []
-        for _ in range(3):
-            shape, strides = torch.randint(1, 4, (2,)).tolist(), torch.randint(0, 5, (2,)).tolist()
-            views.append(buffer.as_strided(shape, strides, int(torch.randint(0, 8, ()))))
-        elements = [x.flatten().tolist() for x in views]
-        assert [is_folded(x) for x in views] == [len({*e}) < len(e) for e in elements]
-        pairs = {(i, j) for i in range(3) for j in range(i + 1, 3) if {*elements[i]} & {*elements[j]}}
-        assert {*overlaps(views)} == pairs
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
@@ -216,13 +202,3 @@ def test_a_learning_rate_that_a_scheduler_left_below_zero_by_rounding_is_loaded(
     opt, saved = trained(fn.adamw, 2), trained(fn.adamw, 5).state_dict()
     opt.load_state_dict({**saved, "groups.0.lr": double(-1e-20)})
     assert opt.param_groups[0]["lr"] == -1e-20
-
-
-def test_leaves_that_are_each_others_buffers_are_loaded_as_they_were():
-    """What `state_dict` returned are the live buffers."""
-    opt = trained(fn.adamw, 2)
-    saved = opt.state_dict()
-    mu, nu = "state.0.inner.1.mu.0", "state.0.inner.1.nu.0"
-    expected = saved[nu].clone(), saved[mu].clone()
-    opt.load_state_dict({**saved, mu: saved[nu], nu: saved[mu]})
-    assert all(map(torch.equal, (opt.state_dict()[mu], opt.state_dict()[nu]), expected))

@@ -41,11 +41,6 @@ def serial(model: torch.nn.Module, **options) -> fn.Optimizer:
         return fn.Optimizer(model.named_parameters(), make, schedule=fn.freeze_after(WARM_UP), **options)
 
 
-def of_another_kind(make, schedule, model: torch.nn.Module) -> fn.Optimizer:
-    with fn.bind({"data": dist.group.WORLD}):
-        return fn.Optimizer(model.named_parameters(), partial(make, axis="data", max_step=None), schedule=schedule)
-
-
 def overlapped(model: torch.nn.Module, **options) -> fn.Optimizer:
     opt = serial(model, **options)
     ddp.overlap(model, opt, least_wire_seconds=0.0)
@@ -72,16 +67,6 @@ def with_the_eps_that_is_named():
 
 
 @case
-def of_zero_one_adam():
-    return trained(partial(of_another_kind, fn.zero_one_adam, fn.zero_one_schedule(WARM_UP, 4, 8, 4)))
-
-
-@case
-def of_shards():
-    return trained(partial(of_another_kind, fn.sharded_onebit_adam, fn.freeze_after(WARM_UP)))
-
-
-@case
 def clamped():
     return trained(lambda model: serial_with(model, fn.freeze_after(WARM_UP)))
 
@@ -105,21 +90,6 @@ def test_biases_of_keys_are_warned_of_once_on_rank_0(how):
     assert "eps=" in said[0]
     assert said_on_1 == []
     assert far > 1000.0
-
-
-def test_biases_of_keys_are_warned_of_once_under_zero_one_adam_whose_variance_has_many_last_steps():
-    (said, far, _), (said_on_1, _, _) = case.answer("of_zero_one_adam")
-    assert len(said) == 1, said
-    assert "elements of parameter self_attn.in_proj_bias" in said[0]
-    assert said_on_1 == []
-    assert far > 1000.0
-
-
-def test_biases_of_keys_are_warned_of_on_each_rank_that_has_some_in_its_shard():
-    for said, far, _ in case.answer("of_shards"):
-        assert len(said) == 1, said
-        assert "8 of 1112 elements of shard 0 of this rank" in said[0]
-        assert far > 1000.0
 
 
 def test_the_eps_that_is_named_keeps_its_word():

@@ -10,10 +10,9 @@ from typing import Any
 import chains
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fn
-from fn import roles, tree
+from fn import tree
 from fn.adapters import metrics
 
 
@@ -81,41 +80,6 @@ def test_local_steps_that_are_all_dropped_are_counted_and_warned_of(make):
     assert opt.skipped == 0
     assert not step(opt, params)
     assert not any(step(opt, params, math.nan) for _ in range(6))
-
-
-class Reads(TorchDispatchMode):
-    """Notes where the tensors lie whose numbers are read on the host, for which an accelerator would be waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.places.append(args[0].data_ptr())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("make", [fn.diloco, fn.muloco])
-def test_a_run_of_local_steps_looks_seldom_at_how_many_were_dropped_and_still_warns(make):
-    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-    opt = fn.Optimizer(params, partial(make, axis="data"), schedule=fn.every(500), lr=0.01)
-    (count,) = roles.find(opt.states, "dropped")
-    with Reads() as reads:
-        found = [(n, *texts) for n in range(1, 65) if (texts := step(opt, params, math.nan))]
-    assert [(n, text.partition(" were")[0]) for n, text in found] == [
-        (n, f"local steps: the last {n}") for n in (16, 32, 64)
-    ]
-    assert reads.places.count(count.data_ptr()) <= 64 / 16
-
-
-def test_a_count_of_dropped_steps_that_is_loaded_is_no_row_of_them():
-    params = [torch.nn.Parameter(torch.ones(3))]
-    opt = fn.Optimizer(params, partial(fn.diloco, axis="data"), schedule=fn.every(16), lr=0.01)
-    saved = opt.state_dict()
-    (path,) = (path for path in saved if path.endswith(".dropped"))
-    opt.load_state_dict({**saved, path: torch.tensor(16)})
-    assert not any(step(opt, params) for _ in range(16))
 
 
 def test_a_store_that_does_not_hold_the_params_is_refused_at_init():

@@ -220,16 +220,6 @@ def test_a_learning_rate_that_is_a_tensor_is_filled_in_place():
     assert float(buffer) == 0.25
 
 
-def test_reduce_on_plateau_drives_the_learning_rate():
-    p = parameters()
-    opt = fn.Optimizer(p, fn.adamw, lr=0.5)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
-    for _ in range(3):
-        steps(opt, p, 1)
-        scheduler.step(1.0)
-    assert float(opt.param_groups[0]["lr"]) == 0.125
-
-
 @pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
 def test_a_number_that_is_written_into_the_group_takes_effect_in_the_next_step(value):
     ours, opt, theirs, reference = twins(lr=0.1)
@@ -329,15 +319,6 @@ def test_a_closure_is_run_once_with_gradients_enabled_and_its_loss_returned():
     assert opt.step(closure) is calls[0]
     assert len(calls) == 1
     torch.testing.assert_close(p.detach(), torch.tensor([0.9, -1.9]))
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zero_grad(to_none):
-    p = parameters()
-    opt = fn.Optimizer(p, fn.adamw)
-    set_gradients(p, 0)
-    opt.zero_grad(set_to_none=to_none)
-    assert all(x.grad is None if to_none else not x.grad.any() for x in p)
 
 
 def test_hooks_around_steps_and_state_dicts_run_and_can_be_removed():
@@ -443,14 +424,6 @@ def test_a_parameter_without_a_gradient_is_not_moved_and_the_others_are():
     steps(opt, p, 1, 1)
     assert not torch.equal(p[1], before[1])
     assert opt.skipped == 0
-
-
-def test_no_gradients_at_all_move_nothing():
-    p = parameters()
-    opt = fn.Optimizer(p, fn.adamw, lr=0.1, weight_decay=0.1)
-    before = bits(p)
-    opt.step()
-    assert all(map(torch.equal, bits(p), before))
 
 
 @pytest.mark.parametrize("make", [lambda lr: fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr)), fn.adamw])

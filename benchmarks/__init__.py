@@ -1,0 +1,1 @@
+"""Measurements of fn, a script each: `python -m benchmarks.steps.step`. `benchmarks/README.md` reports them."""

@@ -1,0 +1,1 @@
+"""Steps, kernels and small runs on two ranks or one thread, without a link."""
