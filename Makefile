@@ -25,7 +25,7 @@ help:
 	@echo "make docs   the site, from docs/, the notebooks and the docstrings, in $(OUT)/site; warnings are errors"
 	@echo "make notebooks   run the notebooks and keep their outputs; make figures: those of docs/, from the code"
 	@echo "make dist   what would be uploaded, in dist/, tried in an environment of its own"
-	@echo "make reliability-test   kills, damaged files, drift, long runs; the figures are in docs/reliability.md"
+	@echo "make reliability-test   kills, damaged files, drift, long runs, notebooks, scripts; figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "make trainers-test    the recipes for accelerate, transformers and Lightning"
 	@echo "make torchft-test     islands that are killed and return, at random for $(MINUTES) minutes, in an environment of their own"
@@ -46,7 +46,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 test: lint
 	$(PYTEST) -m "not reliability"
 
-# Every exchange of every optimizer with a killed rank, kills during a save, long runs: minutes, not seconds.
+# Every exchange of every optimizer with a killed rank, kills during a save, long runs, notebooks, scripts of benchmarks,
+# MPI, what is compiled: minutes, not seconds.
 reliability-test: .venv/.test
 	$(PYTEST) -m reliability
 
