@@ -49,7 +49,7 @@ def memoized(f: Callable[[K], R]) -> Callable[[K], R]:
 
 
 def compilable(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as it is, and of another object a function, its own for good, that calls it: see `original`."""
+    """Return f itself if it is a function, else a cached wrapper, one per object; `original` takes it off again."""
     if isinstance(f, FunctionType) or torch.compiler.is_compiling():  # the second: it is part of what is compiled
         return f
     if id(f) not in _kept:

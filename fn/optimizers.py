@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+import fn.inplace.adam  # fills the table of steps in place, as the next one does
+import fn.inplace.sharded  # noqa: F401
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.integer import int4
@@ -29,20 +31,18 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.sharded import sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 
 
-def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
+def warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
     """Return the average of gradients in the warm-up, in full precision or in codes."""
     if warmup is not None:
         hops(axis, warmup, damped(), ("warmup", "feedback"))
     return average(axis, warmup)
 
 
-def _average_in_codes(
+def average_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
 ) -> Transform:
     """Return the compressed average, of signs with `classic` feedback if nothing else is given."""
@@ -151,169 +151,14 @@ def onebit_adam(
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made. The
         step of the compressed phase is clamped to `max_step`.
     """
-    sync = _average_in_codes(axis, codec, feedback, "flat", servers)
+    sync = average_in_codes(axis, codec, feedback, "flat", servers)
     tx = chain(
-        _warm_up(axis, warmup),
+        warm_up(axis, warmup),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, max_step=max_step),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
     return agreed(skip_nonfinite(tx), axis)
-
-
-def lamb(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    *,
-    axis: AxisNames | None = None,
-    max_coeff: float = 10.0,
-    min_coeff: float = 0.0,
-) -> Transform:
-    """Train with LAMB over exactly averaged gradients: Adam's direction, each tensor scaled by its trust ratio.
-
-    Take it for very large batches, where AdamW's rate would be too high for some layers.
-
-        u = mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p
-        p <- p - lr clamp(|p| / |u|, min_coeff, max_coeff) u
-
-        >>> import torch, fn
-        >>> tx = fn.lamb(0.1, axis="data")
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(30):
-        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.8326, -1.4248,  1.4248])
-
-    Args: lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps, weight_decay: as for Adam. axis:
-        over which the gradients are averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
-    Returns: a transform with a warm-up phase only.
-    Raises: ValueError if an argument is out of range.
-
-    Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2, phi the identity within the bounds.
-    """
-    tx = chain(
-        always_average(axis),
-        scale_by_adam(b1, b2, eps),
-        add_decayed_weights(weight_decay),
-        scale_by_trust_ratio(min_coeff, max_coeff),
-        scale_by_learning_rate(lr),
-    )
-    return agreed(skip_nonfinite(tx), axis)
-
-
-def onebit_lamb(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    axis: AxisNames,
-    codec: Codecs | None = None,
-    feedback: Feedbacks | None = None,
-    warmup: Codecs | None = None,
-    servers: bool = True,
-    max_coeff: float = 10.0,
-    factor_max: float = 4.0,
-) -> Transform:
-    """Train with 1-bit LAMB: LAMB in the warm-up; then freeze trust ratios up to a factor, and send momentum as signs.
-
-    Take it where LAMB trains and the network is slow, or to leave DeepSpeed.
-
-        compressed:  mu <- C((b1 mu + (1 - b1) g_r) s) / s;    u = mu / (sqrt(nu) + eps) + weight_decay p
-                     p <- p - lr (coefficient factor) u,       s, coefficient and factor as in `scale_by_onebit_lamb`
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.onebit_lamb(0.1, axis="data"), fn.freeze_after(10)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.3636, -0.8136,  1.1490])
-
-    With other bounds, a clamp, or one scale per tensor, which the factors s then do not change, it is this chain:
-
-        >>> mean = fn.compressed_average("data", fn.sign(), layout="flat")
-        >>> link = fn.scale_by_onebit_lamb(sync=mean, min_coeff=0.1, coeff_beta=0.8, max_step=10.0)
-        >>> tx = fn.chain(fn.average("data"), link, fn.scale_by_learning_rate(0.1))
-
-    Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps, weight_decay, max_coeff, factor_max:
-            as for `scale_by_onebit_lamb`.
-        axis: the ranks that train together. codec, feedback, warmup, servers: as for `onebit_adam`; all tensors have
-            one scale, as in the paper.
-    Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
-    Raises: ValueError or TypeError that names the argument.
-
-    Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
-    """
-    sync = _average_in_codes(axis, codec, feedback, "fused", servers)
-    hyper = {"max_coeff": max_coeff, "factor_max": factor_max}
-    link = scale_by_onebit_lamb(b1, b2, eps, weight_decay, sync=sync, **hyper)
-    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
-
-
-def zero_one_adam(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    axis: AxisNames,
-    codec: Codecs | None = None,
-    feedback: Feedbacks | None = None,
-    warmup: Codecs | None = None,
-    servers: bool = True,
-    max_step: float | None = 10.0,
-) -> Transform:
-    """Train with 0/1 Adam: update the variance in some steps, synchronise in codes in some, send nothing in the rest.
-
-    Take it where even one bit per element in every step is too much, or to leave DeepSpeed; `diloco` sends less still.
-
-        variance step:       mu, nu as Adam's, of the mean gradient;  p <- p - lr (mu / (sqrt(nu) + eps) + wd p)
-        local step:          mu <- b1 mu + (1 - b1) g_r;              p <- p - lr mu / (sqrt(nu) + eps)
-        synchronising step:  a local step, then the ranks agree in codes on where they went: `scale_by_zero_one_adam`
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.zero_one_adam(0.05, axis="data"), fn.zero_one_schedule(20, 2, 10, 4)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(60):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.4710, -1.1555,  1.0592])
-
-    Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps: as for Adam. weight_decay:
-            decoupled.
-        axis: the ranks that train together. codec, feedback, servers: as for `onebit_adam`. warmup: as there, for the
-            variance steps.
-        max_step: as for `scale_by_zero_one_adam`; None is the paper's step. The default is larger than 1-bit Adam's,
-            because a synchronising step consists of codes alone: with 1.0 it trained more slowly.
-    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
-    Raises: ValueError or TypeError that names the argument.
-
-    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
-    Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
-    """
-    sync = _average_in_codes(axis, codec, feedback, "flat", servers)
-    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, max_step=max_step)
-    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link)), axis)
 
 
 def loco_adamw(

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
+from fn.collectives.carriers import group_of
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
-from fn.collectives.primitives import group_of, psum
+from fn.collectives.primitives import psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.collectives.transports.registry import has_own_thread, registered

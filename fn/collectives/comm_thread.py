@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from fn.collectives.axis import Binding, axis_size, bind
-from fn.collectives.primitives import all_to_all, group_of, pmean
+from fn.collectives.carriers import group_of
+from fn.collectives.primitives import all_to_all, pmean
 from fn.collectives.profiling import Watchers, watched_by, watchers
 from fn.collectives.transports.failure_detection import abort_connections
 from fn.collectives.transports.tcp import stay_on_gloo, stays_on_gloo, timeout_of

@@ -20,12 +20,11 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives import primitives
+from fn.collectives.carriers import carrier_of
 from fn.collectives.ledger import record
 from fn.collectives.profiling import RangeName, step_range
-from fn.collectives.transports.registry import registered
-from fn.collectives.transports.tcp import Connections, Rows, connections
+from fn.collectives.transports.tcp import Connections, Rows
 from fn.kernels import memory_pool
-from fn.kernels.tracing import is_concrete
 
 Tree = Any
 
@@ -58,15 +57,11 @@ class Direct(NamedTuple):
 
 
 def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
-    """Return the way over connections of our own; None where a collective carries tensors like these."""
+    """Return how tensors go over connections of our own; None where something else carries tensors like these."""
     size, rank, transport = axes.resolve(axis)
-    if size == 1 or transport in registered or transport == axes.SIMULATED:
+    if size == 1 or transport == axes.SIMULATED:
         return None
-    if {t.device.type for t in tensors} != {"cpu"} or not any(t.numel() for t in tensors):
-        return None
-    if not is_concrete(*tensors):  # a socket sends numbers; a compiler needs an op that it knows
-        return None
-    opened = connections(primitives.group_of(transport))
+    opened = carrier_of(transport, tensors).connections
     return None if opened is None else Direct(axis, size, int(rank), transport, opened)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives import messages, primitives
+from fn.collectives.carriers import carrier_of
 from fn.collectives.profiling import RangeName, step_range
 from fn.kernels import memory_pool
 
@@ -182,7 +183,7 @@ def _exchange(
         dtypes = {x.dtype for x in leaves}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         device = next((x.device for x in leaves if x.numel()), torch.device("cpu"))
-        if primitives.passes_parts(leaves, axis):
+        if carrier_of(axes.resolve(axis).transport, leaves).sends_parts:
             return _in_parts(sent, forms, dtype, device, axis, collective)
         lengths = [_bytes(leaves) // dtype.itemsize for leaves in forms]
         longest = max(map(_bytes, every)) // dtype.itemsize

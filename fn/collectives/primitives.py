@@ -20,16 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from fn import tree
 from fn.collectives import axis as axes
+from fn.collectives.carriers import Carrier, carrier_of
 from fn.collectives.differentiation import refuse_to_differentiate
 from fn.collectives.ledger import record
 from fn.collectives.profiling import step_range, watchers
 from fn.collectives.transports.failure_detection import abort_connections, is_loss, peer_lost
-from fn.collectives.transports.registry import carry, carry_sum, registered
-from fn.collectives.transports.tcp import connections
+from fn.collectives.transports.registry import carry, carry_sum
 from fn.errors import expected
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete, is_recorded, pooled, runs_as_written
@@ -236,7 +235,8 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
     with step_range("average"):
         x = x.div_(size) if x.element_size() < 4 else x
         try:
-            x = carry_sum(x, transport) if transport in registered else _add_up(x, transport)
+            carrier = carrier_of(transport, [x])
+            x = carry_sum(x, transport) if carrier.is_registered else _add_up(x, carrier)
         except RuntimeError as error:
             raise_if_lost(error, "psum", transport)
             raise
@@ -258,7 +258,8 @@ def exchange_ragged(
     for row in rows:
         refuse_to_differentiate(row, collective, axis)
     like = next((row for row in rows if row.numel()), rows[0])
-    if transport in registered:
+    carrier = carrier_of(transport, [like])
+    if carrier.is_registered:
         table = torch.stack([torch.cat([row.to(like.device), like.new_zeros(longest - row.shape[0])]) for row in rows])
         count(table, axis, collective, size - 1, size)
         return [row[:n] for row, n in zip(carry(table, size, "all_to_all", transport), lengths, strict=True)]
@@ -268,8 +269,8 @@ def exchange_ragged(
     try:
         if is_concrete(message):
             out = memory_pool.empty((sum(lengths),), message.dtype, message.device)
-            group, splits = group_of(transport), (list(lengths), sent)
-            _finish(dist.all_to_all_single(out, message, *splits, group=group, async_op=True), out, transport)
+            splits = list(lengths), sent
+            _finish(dist.all_to_all_single(out, message, *splits, group=carrier.group, async_op=True), out, transport)
         else:
             ragged = torch.ops._c10d_functional.all_to_all_single(message, list(lengths), sent, transport)
             out = _wait(ragged)
@@ -277,12 +278,6 @@ def exchange_ragged(
         raise_if_lost(error, collective, transport)
         raise
     return [*out.split(list(lengths))]
-
-
-def passes_parts(tensors: Sequence[Tensor], axis: str) -> bool:
-    """Return whether `pass_parts` carries tensors like these: on a device, with numbers that can be sent now."""
-    is_host = {x.device.type for x in tensors} <= {"cpu"}
-    return not is_host and axes.resolve(axis).transport not in registered and is_concrete(*tensors)
 
 
 def pass_parts(
@@ -296,7 +291,7 @@ def pass_parts(
     """
     transport = axes.resolve(axis).transport
     record(axis, collective, sum([x.nbytes for parts in sends.values() for x in parts]))
-    group, calls = group_of(transport), []
+    group, calls = Carrier(transport).group, []
     for call, of_ranks in ((dist.isend, sends), (dist.irecv, receives)):
         for rank, parts in of_ranks.items():
             peer = dist.get_global_rank(group, rank)
@@ -383,38 +378,37 @@ def _vmap_count(
     return None, None
 
 
-def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+def _run_all_to_all(x: Tensor, size: int, carrier: Carrier) -> Tensor:
     if is_concrete(x):
         out = memory_pool.empty(x.shape, x.dtype, x.device)
         run = partial(dist.all_to_all_single, out, x, async_op=True)
-        return _fill(out, x, run, transport)
+        return _fill(out, x, run, carrier)
     rows = [1] * size
-    return _wait(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, transport))
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, carrier.transport))
 
 
-def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+def _run_all_gather(x: Tensor, size: int, carrier: Carrier) -> Tensor:
     if is_concrete(x):
-        out = memory_pool.empty((size, *x.shape), x.dtype, x.device)
+        out = memory_pool.empty((size, *x.shape), x.dtype, x.device)  # (W, ...)
         run = partial(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
-        return _fill(out, [x] * size, run, transport)
-    flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, transport))
+        return _fill(out, [x] * size, run, carrier)
+    flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, carrier.transport))
     return flat.view(size, *x.shape)
 
 
-def _fill(out: Tensor, rows: Sequence[Tensor] | Tensor, run: Callable[..., Any], transport: str) -> Tensor:
+def _fill(out: Tensor, rows: Sequence[Tensor] | Tensor, run: Callable[..., Any], carrier: Carrier) -> Tensor:
     """Fill row r of `out` from rank r, to which rows[r] goes: over connections of our own, else `run` does it."""
-    group = group_of(transport)
-    peers = connections(group) if out.device.type == "cpu" else None
+    peers, group = carrier.connections, carrier.group
     if peers is None:
-        _finish(run(group=group), out, transport)
+        _finish(run(group=group), out, carrier.transport)
     else:
         out[group.rank()].copy_(rows[group.rank()])
         peers.pass_rows(rows, out)
     return out
 
 
-def _run_permute(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Tensor:
-    group = group_of(transport)
+def _run_permute(x: Tensor, perm: list[int], carrier: Carrier) -> Tensor:
+    group, transport = carrier.group, carrier.transport
     me, size = group.rank(), len(perm)
     to, source = perm[me], perm.index(me)
     # An all-to-all in which all rows but one are empty: send and receive of torch.distributed would need a first call
@@ -423,8 +417,7 @@ def _run_permute(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Te
     if not is_concrete(x):
         flat = torch.ops._c10d_functional.all_to_all_single(x.reshape(-1), gets, sends, transport)
         return _wait(flat).view(x.shape)
-    out = memory_pool.empty(x.shape, x.dtype, x.device)
-    peers = connections(group) if x.device.type == "cpu" else None
+    out, peers = memory_pool.empty(x.shape, x.dtype, x.device), carrier.connections
     if peers is None:
         _finish(dist.all_to_all_single(out.view(-1), x.view(-1), gets, sends, group=group, async_op=True), x, transport)
     elif to == me:
@@ -435,14 +428,14 @@ def _run_permute(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Te
     return out
 
 
-def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+def _run_psum(x: Tensor, size: int, carrier: Carrier) -> Tensor:
     if is_concrete(x):  # torch's all-reduce works in place; x is the caller's
-        return _add_up(memory_pool.empty(x.shape, x.dtype, x.device).copy_(x), transport)
-    return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
+        return _add_up(memory_pool.empty(x.shape, x.dtype, x.device).copy_(x), carrier)
+    return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", carrier.transport))
 
 
-def _add_up(x: Tensor, transport: str) -> Tensor:
-    _finish(dist.all_reduce(x, group=group_of(transport), async_op=True), x, transport)
+def _add_up(x: Tensor, carrier: Carrier) -> Tensor:
+    _finish(dist.all_reduce(x, group=carrier.group, async_op=True), x, carrier.transport)
     return x
 
 
@@ -469,19 +462,6 @@ def _is_over(work: Any, limit: timedelta) -> bool:
     with suppress(RuntimeError):
         work.wait(limit)
     return bool(work.is_completed())
-
-
-def group_of(transport: str) -> dist.ProcessGroup:
-    """Return the process group of a name. Raises: RuntimeError if it was destroyed."""
-    try:
-        group: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
-    except (RuntimeError, ValueError) as error:
-        axis = axes.carried_by(transport)
-        raise RuntimeError(
-            f"the process group {transport!r} of axis {axis!r} is gone, ended by dist.destroy_process_group() perhaps; "
-            f"bind the axis to a new one, and make what was bound to it anew: load_state_dict goes on from its state"
-        ) from error
-    return group
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -530,10 +510,11 @@ def raise_if_lost(error: RuntimeError, collective: str, transport: str) -> None:
 
 def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]) -> None:
     def run_or_carry(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-        if transport in registered:
+        carrier = carrier_of(transport, [x])
+        if carrier.is_registered:
             return carry(x, size, name, transport)
         try:
-            return run(x, rank, size, transport)
+            return run(x, size, carrier)
         except RuntimeError as error:
             raise_if_lost(error, name, transport)
             raise
@@ -545,13 +526,14 @@ def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]
 
 
 def _permute_or_carry(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Tensor:
-    if transport in registered:
+    carrier = carrier_of(transport, [x])
+    if carrier.is_registered:
         to, source = perm[int(rank)], perm.index(int(rank))
         rows = x.new_zeros((len(perm), *x.shape))
         rows[to] = x
         return carry(rows, len(perm), "all_to_all", transport)[source]
     try:
-        return _run_permute(x, rank, perm, transport)
+        return _run_permute(x, perm, carrier)
     except RuntimeError as error:
         raise_if_lost(error, "permute", transport)
         raise

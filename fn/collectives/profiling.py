@@ -1,4 +1,4 @@
-"""What goes on inside a step, for those who watch: ranges by name, and what encoding loses.
+"""Named profiler ranges and observers inside a step.
 
 While a profiler records, or an `Observer` is open, `step_range` marks the steps of the algorithm in
 eager mode. Under `torch.compile`, other tracing and functorch's transforms it does nothing.

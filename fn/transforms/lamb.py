@@ -14,7 +14,6 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_arguments,
@@ -26,6 +25,7 @@ from fn.base import (
     lift,
     merged,
     missing,
+    says,
 )
 from fn.errors import expected
 from fn.kernels import layout, reference, rules
@@ -70,11 +70,20 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
+@says(name="scale_by_trust_ratio", is_fresh=True)
 class TrustRatio(NamedTuple):
     """The rule of `scale_by_trust_ratio`."""
 
     min_coeff: float
     max_coeff: float
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
+        return self.applied(updates, params), state
+
+    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Take the step in the memory of the updates."""
+        return self.applied(updates, params, out=updates), state
 
     def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
         """Return what becomes of the updates. out: as for `leafwise.apply`."""
@@ -101,17 +110,12 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2.
     """
     _check_bounds(min_coeff, max_coeff)
-
     rule = TrustRatio(min_coeff, max_coeff)
-
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return rule.applied(updates, params), state
-
-    return lift(lambda params: (), Step(rule, update))._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
+    return lift(lambda params: (), rule)._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
 
 
 class LambHyper(NamedTuple):
-    """Hyper-parameters of 1-bit LAMB for one tensor, and the rule of its warm-up; see `scale_by_onebit_lamb`."""
+    """Hyper-parameters of 1-bit LAMB for one tensor; see `scale_by_onebit_lamb`."""
 
     b1: float
     b2: float
@@ -125,12 +129,28 @@ class LambHyper(NamedTuple):
     factor_threshold: float
 
 
+class LambWarmup(NamedTuple):
+    """The rule of a warm-up step of `scale_by_onebit_lamb`."""
+
+    hyper: LambHyper
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+
 class OnebitLamb(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_lamb`. average: the momentum's."""
 
     hyper: LambHyper
     average: UpdateFn
     max_step: float
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 def scale_by_onebit_lamb(
@@ -218,10 +238,10 @@ def scale_by_onebit_lamb(
         out, state = frozen_step(hypers_of(updates), limit, mu, state, params)
         return (nan_unless_finite(out, mu) if limit < math.inf else out), state._replace(sync=sync_state)
 
-    rule = OnebitLamb(hyper, sync.compressed_update, limit)
+    rule = OnebitLamb(hyper, sync.compressed_update, limit, compressed)
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})  # nu is frozen
     facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
-    return Transform(init, Step(hyper, warmup), Step(rule, compressed), local, needs_warmup=frozen, facts=facts)
+    return Transform(init, LambWarmup(hyper, warmup), rule, local, needs_warmup=frozen, facts=facts)
 
 
 def start_lamb(params: Tree) -> tuple[Any, ...]:

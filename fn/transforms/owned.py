@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -85,7 +84,16 @@ class Owned(NamedTuple):
     """The rule of a step of `owned`. inner: the inner update. of: makes the same step of another inner update."""
 
     inner: UpdateFn
-    of: Callable[[UpdateFn], Step]
+    of: Callable[[UpdateFn], UpdateFn]
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates of all owners, and the next state."""
+        return self.run(updates, state, params)
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the same step of what f makes of the inner update."""
+        return self.of(f(self.inner))
 
 
 def owned(
@@ -128,9 +136,9 @@ def owned(
             squared times the larger, of vectors their elements. Tensors of a shape are spread evenly, so that each
             owner has a batch of them.
     Returns: a transform with a warm-up and a compressed phase and an `OwnedState`.
-    Raises: ValueError if inner communicates over `axis`, needs all tensors (see `fn.Facts`), has rounds or lets each
-        rank go to params of its own; TypeError for an axis that is no name, and from init for DTensors; from init, if
-        the ranks disagree; from the update, if the state belongs to other params or another number of ranks.
+    Raises: ValueError if inner communicates over `axis`, needs all tensors (see `fn.Facts`), or has rounds; TypeError
+        for an axis that is no name, and from init for DTensors; from init, if inner lets each rank go to params of its
+        own, or the ranks disagree; from the update, if the state belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.1, by tensors in place of pieces.
     Differs: an owner has whole tensors, so that shares are as equal as costs of tensors allow; a tensor that is larger
@@ -160,6 +168,7 @@ def owned(
         check_agreement(axis, fields, device_of(params))
         own = _own(leaves, owners, axis)  # the shapes of the leaves here; (0, ...) for those of other ranks
         state = inner.init(tree.unflatten(structure, [x.clone() for x in own]))
+        roles.check_same_params(state)
         # Labels that a function makes of sizes would differ where tensors have no elements, and so would the states:
         # the ranks would then read each other's tensors as their own.
         check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
@@ -173,7 +182,7 @@ def owned(
     def step(phase: Phase) -> UpdateFn:
         inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
 
-        def by(move: UpdateFn) -> Step:
+        def by(move: UpdateFn) -> Owned:
             def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
                 check_state(state, OwnedState)
                 check_params(params)
@@ -203,7 +212,7 @@ def owned(
                 errors = state.errors._replace(worker=worker)
                 return tree.unflatten(structure, gathered), OwnedState(inside, errors, of_owners, state.owners)
 
-            return Step(Owned(move, by), own_code(update))
+            return Owned(move, by, own_code(update))
 
         return by(getattr(inner, f"{inner_phase.value}_update"))
 
@@ -223,8 +232,6 @@ def _check_inner(inner: Any, axis: Any) -> None:
         wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"
         cure = "make it without an axis; fn.owned averages the gradients"
         raise ValueError(expected("inner", wanted, "a link that does", cure))
-    if facts.local_params:
-        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
     if facts.tree:
         got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
         cure = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from fn import tree
 from fn.base import (
     NewParams,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_arguments,
@@ -89,12 +89,26 @@ class VarianceStep(NamedTuple):
     """The rule of a variance step."""
 
     hyper: ZeroOneAdam
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+    def check(self, state: ZeroOneAdamState, read: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a state with local steps that were not synchronised."""
+        check_synchronised(read(state.elapsed))
 
 
 class LocalStep(NamedTuple):
     """The rule of a local step; the decay comes with the synchronisation."""
 
     hyper: ZeroOneAdam
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 class SynchronisingStep(NamedTuple):
@@ -102,6 +116,11 @@ class SynchronisingStep(NamedTuple):
 
     hyper: ZeroOneAdam
     average: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 def scale_by_zero_one_adam(
@@ -222,10 +241,10 @@ def scale_by_zero_one_adam(
 
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # nu stays as the last variance step left it
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
-    variance = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
-    agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf, local_params=True)
-    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=facts)
+    variance = VarianceStep(hyper, warmup)
+    agreed = SynchronisingStep(hyper, sync.compressed_update, synchronise)
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
+    return Transform(init, variance, agreed, LocalStep(hyper, local), needs_warmup=frozen, facts=facts)
 
 
 def common_step(lr: float | Tensor, eps: float, weight_decay: float, mu: Tree, nu: Tree, params: Tree) -> Tree:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import tree
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
-from fn.collectives.primitives import group_of
+from fn.collectives.carriers import group_of
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,8 @@ def test_the_momentum_of_a_synchronising_step_is_that_of_the_clamped_one() -> No
     """
     Differs: fn.transforms.zero_one_adam.scale_by_zero_one_adam: A synchronising step is clamped to `max_step`, and the
         momentum is rebuilt from the clamped step.
-    Differs: fn.optimizers.zero_one_adam: a synchronising step is clamped to `max_step`, and the momentum is rebuilt
-        from the clamped step.
+    Differs: fn.zero_one_optimizers.zero_one_adam: a synchronising step is clamped to `max_step`, and the momentum is
+        rebuilt from the clamped step.
     """
     before, state, step = frozen(partial(fn.zero_one_adam, max_step=0.5), SLEEPS)
     after, state = step(before, state, torch.ones(WORLD, len(SLEEPS)))

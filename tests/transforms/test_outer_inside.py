@@ -399,7 +399,7 @@ def test_the_axis_of_an_inner_is_another_one_or_it_is_refused_by_name() -> None:
         (fn.chain(UNEQUAL, rate), "params that are the same on all ranks of 'data'"),
     ]:
         with pytest.raises(ValueError, match=f"^inner: expected .*{text}"):
-            fn.outer(inner, rate, mean("islands"))
+            fn.outer(inner, rate, mean("islands")).init(torch.ones(2))
     of_all = mean("islands")._replace(facts=fn.Facts(("islands",), tree=("norms",)))
     with pytest.raises(ValueError, match=r"sync: expected .* but got 'norms' beside an inner .* over 'data'"):
         fn.outer(fn.muon(axis="data"), rate, of_all)

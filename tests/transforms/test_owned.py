@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import OwnedState, Phase, tree
-from fn.collectives import messages, primitives
+from fn.collectives import messages
 from fn.collectives import owners as collectives_owners
+from fn.collectives.carriers import Carrier
 from fn.transforms import owned as transforms_owned
 from fn.transforms.owned import plan
 
@@ -121,7 +122,8 @@ def on_real_ranks(name: str, way: str, dtype: torch.dtype) -> tuple[list[Any], A
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
     as_device = mock.patch.multiple(transforms_owned, _is_launched=lambda x: True) if way == "device" else nullcontext()
-    in_parts = mock.patch.multiple(primitives, passes_parts=lambda *args: True) if way == "device" else nullcontext()
+    parts = {"carrier_of": lambda transport, tensors: Carrier(transport, sends_parts=True)}
+    in_parts = mock.patch.multiple(collectives_owners, **parts) if way == "device" else nullcontext()
     large = mock.patch.multiple(collectives_owners, LARGE=60)  # bytes: vectors are small, matrices large
     with fn.bind(mesh, tcp=way == "tcp"), as_device, in_parts, large, fn.ledger() as sent:
         tx, params, found = MAKES[name](), start(dtype), []

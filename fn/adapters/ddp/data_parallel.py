@@ -37,10 +37,10 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around
+from fn.collectives.carriers import group_of
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.comm_thread import bind_twin, seconds_per_byte
 from fn.collectives.feedback import Feedback
-from fn.collectives.primitives import group_of
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
 from fn.schedules import Schedule

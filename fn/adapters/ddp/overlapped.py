@@ -271,7 +271,7 @@ class Changes:
 
 @torch.no_grad()
 def _sample(params: Sequence[Tensor]) -> Tensor:
-    """Return evenly spaced elements of each gradient; zeros where there is none, of which no vector is made."""
+    """Return evenly spaced elements of each gradient; zeros (expanded, not allocated) where there is none."""
     grads = [p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad for p in params if p.numel()]
     flat = [g.reshape(-1)[:: -(-g.numel() // SAMPLES)] for g in grads]
     return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device="cpu")

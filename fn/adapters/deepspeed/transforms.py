@@ -29,7 +29,6 @@ from fn.base import (
     Facts,
     NewParams,
     Phase,
-    Step,
     Transform,
     chain,
     check_arguments,
@@ -119,8 +118,8 @@ def scale_by_onebit_adam(b1: float, b2: float, eps: float, *, sync: Transform) -
         state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=errors)
         return adam_direction(mu, state.nu, eps), state
 
-    rule = masked.compressed_update.rule._replace(keep_zeros=False)  # type: ignore[attr-defined]
-    return masked._replace(compressed_update=Step(rule, compressed))
+    assert isinstance(masked.compressed_update, adam.OnebitAdam)
+    return masked._replace(compressed_update=masked.compressed_update._replace(keep_zeros=False, run=compressed))
 
 
 @roles.declare(
@@ -242,7 +241,7 @@ def scale_by_zero_one_adam(
         return NewParams(new_params), state._replace(step=state.step + 1)
 
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL})
-    facts = facts_of(sync)._replace(unclamped=True, local_params=True)
+    facts = facts_of(sync)._replace(unclamped=True)
     return Transform(
         init, warmup, synchronise if frozen else average_gradients, local, needs_warmup=needs, facts=facts
     )

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from fn.base import Transform, facts_of
 from fn.collectives.axis import ALONE, Binding, bind
-from fn.collectives.primitives import group_of
+from fn.collectives.carriers import group_of
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
 from fn.transforms.unsharded import Shards

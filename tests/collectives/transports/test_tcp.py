@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from ranks import LIMIT, Died, Raised, outcomes, run
 
 import fn
+from fn.collectives.carriers import group_of
 from fn.collectives.comm_thread import bind_twin
 from fn.collectives.messages import exchange, fill_rows, gather, swap_rows
-from fn.collectives.primitives import group_of
 from fn.collectives.transports import tcp
 from fn.collectives.transports.tcp import HEADER, WAKE, Connections, connections
 

@@ -1,0 +1,66 @@
+"""The named optimizer with local steps between synchronisations in codes: 0/1 Adam."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import fn.inplace.zero_one_adam  # noqa: F401  (fills the table of steps in place)
+from fn.base import Transform, chain
+from fn.collectives.axis import AxisNames
+from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.optimizers import average_in_codes, warm_up
+from fn.transforms.average import agreed
+from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.zero_one_adam import scale_by_zero_one_adam
+
+
+def zero_one_adam(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    warmup: Codecs | None = None,
+    servers: bool = True,
+    max_step: float | None = 10.0,
+) -> Transform:
+    """Train with 0/1 Adam: update the variance in some steps, synchronise in codes in some, send nothing in the rest.
+
+    Take it where even one bit per element in every step is too much, or to leave DeepSpeed; `diloco` sends less still.
+
+        variance step:       mu, nu as Adam's, of the mean gradient;  p <- p - lr (mu / (sqrt(nu) + eps) + wd p)
+        local step:          mu <- b1 mu + (1 - b1) g_r;              p <- p - lr mu / (sqrt(nu) + eps)
+        synchronising step:  a local step, then the ranks agree in codes on where they went: `scale_by_zero_one_adam`
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.zero_one_adam(0.05, axis="data"), fn.zero_one_schedule(20, 2, 10, 4)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(60):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.4710, -1.1555,  1.0592])
+
+    Args:
+        lr: a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps: as for Adam. weight_decay:
+            decoupled.
+        axis: the ranks that train together. codec, feedback, servers: as for `onebit_adam`. warmup: as there, for the
+            variance steps.
+        max_step: as for `scale_by_zero_one_adam`; None is the paper's step. The default is larger than 1-bit Adam's,
+            because a synchronising step consists of codes alone: with 1.0 it trained more slowly.
+    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
+    Raises: ValueError or TypeError that names the argument.
+
+    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
+    Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
+    """
+    sync = average_in_codes(axis, codec, feedback, "flat", servers)
+    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, max_step=max_step)
+    return agreed(skip_nonfinite(chain(warm_up(axis, warmup), link)), axis)
