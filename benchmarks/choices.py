@@ -15,6 +15,8 @@ from atlas_summary import BASE, MAIN, Row, by_seed, chosen_rate, runs, summary, 
 from atlas_tasks import TASKS
 from paired import difference
 
+import fn
+
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
 RATE_TASKS = ("language model", "fine-tuning", "digits")
@@ -44,7 +46,6 @@ CHOICES = (
     Choice("matrices dominate, many ranks", "`fn.powersgd_adamw(rank=4)`", "powersgd_adamw"),
     Choice("the same, with Muon's directions", "`fn.dion(labels=fn.labels_of(model))`", "dion"),
     Choice("Muon, its state divided among ranks", "`fn.muon(codec=fn.int8())`", "muon, int8"),
-    Choice("few ranks, very slow links", "`fn.contrib.demo`", "demo"),
     Choice("Lion, one bit a number", "`fn.lion_vote`", "lion_vote"),
     Choice("large batches with LAMB", "`fn.onebit_lamb`", "onebit_lamb"),
 )  # fmt: skip
@@ -120,11 +121,12 @@ def factors(rows: Sequence[Row], method: str) -> dict[str, float]:
 
 
 def rates(rows: Sequence[Row]) -> str:
-    """Return where to start with the learning rate: for each method a factor on AdamW's tuned rate."""
+    """Return where to start with the learning rate: for each method of the core a factor on AdamW's tuned rate."""
     head = ["method", "start with AdamW's times", *(f"tuned, {task}" for task in RATE_TASKS)]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, method in METHODS.items():
-        if name != BASE and method.family != "baseline" and set(method.tasks) & set(RATE_TASKS):
+        is_core = name.partition(",")[0] not in dir(fn.contrib)
+        if name != BASE and is_core and method.family != "baseline" and set(method.tasks) & set(RATE_TASKS):
             own = factors(rows, name)
             cells = [
                 name,

@@ -209,9 +209,10 @@ def on_shards() -> dict[str, tuple[str, float]]:
                 for p, start in zip(module.parameters(), PARAMS, strict=True):
                     p.copy_(start)
         fully_shard(model, mesh=mesh["shard"])
-        schedule = fn.every(2) if name in ROUNDS else None
+        in_rounds = make("data").exchange is not None
+        schedule = fn.every(2) if in_rounds else None
         made = functools.partial(lambda lr, link: fn.chain(link("data"), fn.scale(lr)), link=make)
-        made = (lambda lr, link=make: link("data")) if name in ROUNDS else made
+        made = (lambda lr, link=make: link("data")) if in_rounds else made
         with fn.bind(mesh["data"]):
             twin = fn.Optimizer(whole.parameters(), made, schedule=schedule, lr=0.1)
             try:
@@ -233,7 +234,8 @@ def on_shards() -> dict[str, tuple[str, float]]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_on_fsdp2_shards_it_is_what_it_is_on_the_whole_or_is_refused():
     for found in ranks.run(2, on_shards):
-        assert {name for name, (text, _) in found.items() if text} == WHOLE | {"unsharded"}
+        whole = {name for name in registry.CONTRIB_LINKS if facts_of(LINKS[name]("data")).whole}
+        assert {name for name, (text, _) in found.items() if text} == WHOLE | whole | {"unsharded"}
         for name, (text, far) in found.items():
             assert far < 1e-5, name
             facts = facts_of(LINKS[name]("data"))

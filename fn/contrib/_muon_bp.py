@@ -48,7 +48,7 @@ def in_blocks(inner: fn.Transform, blocks: int | AxisNames, dim: int = 0) -> fn.
 
     def cut(leaves: list[Tensor]) -> list[tuple[Tensor, ...]]:
         count = fn.axis_size(blocks) if isinstance(blocks, str | tuple | list) else blocks
-        return [x.chunk(count, dim) if x.ndim > dim else (x,) for x in leaves]
+        return [x.chunk(count, dim) if x.ndim > dim else (x,) for x in leaves]  # (n, ...) -> ceil(n / count) rows each
 
     def pieces(leaves: list[Tensor]) -> list[Tensor]:
         return [piece for some in cut(leaves) for piece in some]

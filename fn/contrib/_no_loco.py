@@ -133,6 +133,7 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
             raise ValueError(expected("pairs", wanted, f"{partners}"))
         own, structure = tree.flatten(updates)
         anchors = [x.to(d.dtype) for x, d in zip(tree.leaves(params), own, strict=True)]
+        # a rank alone gets its own, whose mean is itself
         theirs = _swapped([*own, *anchors], axis, partners)
         means = [(x + y) / 2 for x, y in zip([*own, *anchors], theirs, strict=True)]
         ok = all_finite(means)

@@ -267,7 +267,9 @@ def norm_guard(
 
     def init(params: Tree) -> GuardState:
         if axes:
-            check_agreement(axes, {**above_zero, "alpha": alpha, "warmup": warmup}, device_of(params))
+            check_agreement(
+                axes[0] if len(axes) == 1 else axes, {**above_zero, "alpha": alpha, "warmup": warmup}, device_of(params)
+            )
         state: GuardState = tx.init(params)
         return state
 

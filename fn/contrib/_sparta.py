@@ -117,12 +117,14 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> fn.Tran
         leaves, structure = tree.flatten(updates)
         wide = [x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1) for x in leaves]
         paths = tree.paths(updates)
-        number_of = {path: number for number, path in enumerate(sorted(paths))}  # keys of dicts come in any order
+        # by name, not by place: keys of dicts come in any order, and all ranks must choose the same elements
+        number_of = {path: number for number, path in enumerate(sorted(paths))}
         named = zip(paths, wide, strict=True)
         places = [chosen(x.numel(), piece, state.turn, number_of[path], seed, x.device) for path, x in named]
+        # of n elements n / piece are sent: (n / piece,)
         own = [x if at is None else x.index_select(0, at) for x, at in zip(wide, places, strict=True)]
         means = _means(own, axis)
-        ok = all_finite(means)
+        ok = all_finite(means)  # not of what is merged: a rank's own NaN elsewhere would be seen by that rank alone
         means = [torch.where(ok.to(x.device), x, old) for x, old in zip(means, own, strict=True)]
         merged = [new if at is None else x.scatter(0, at, new) for x, at, new in zip(wide, places, means, strict=True)]
         after = SparseAverageState(state.turn + 1, state.left_out + (~ok).to(state.left_out))

@@ -11,6 +11,9 @@ import pytest
 import registry
 
 import fn
+from fn.__main__ import main
+from fn.planner import methods, traffic
+from fn.planner.network import Cost, network
 
 HERE = Path(fn.__file__).parent / "contrib"
 FILES = sorted(HERE.glob("_[a-z]*.py"))
@@ -62,3 +65,26 @@ def test_a_method_imports_names_without_an_underscore_of_fn_and_of_the_modules_f
         elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "fn":
             assert node.module == "fn" or str(node.module).startswith(PUBLIC), node.module
             assert not any(part.startswith("_") for x in node.names for part in (*str(node.module).split("."), x.name))
+
+
+def test_the_plan_shows_methods_of_contrib_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--params", "1e8", "--world", "4", "--inter", "1gbit", "--compute", "350ms"]
+    shown = []
+    for more in ([], ["--contrib"]):
+        main([*line, *more])
+        shown.append({row.split("  ")[0] for row in capsys.readouterr().out.splitlines()})
+    rows = {row.name for row in methods.rows(contrib=True)} - {row.name for row in methods.rows()}
+    assert not shown[0] & rows
+    assert rows <= shown[1]
+
+
+def test_the_density_of_the_plan_is_that_of_its_sparse_methods() -> None:
+    model, net = traffic.model(10**8), network(4, 4, Cost(1e-6, 1e9))
+    sizes = {
+        density: {m.name: m.size for m in methods.methods(model, net, density=density, contrib=True)}
+        for density in (None, 1 / 1024, 1 / 64)
+    }
+    changed = [name for name in sizes[None] if sizes[1 / 1024][name] != sizes[1 / 64][name]]
+    assert changed
+    for name in changed:
+        assert sizes[1 / 64][name] == pytest.approx(16 * sizes[1 / 1024][name], rel=0.1)

@@ -34,7 +34,8 @@ def sparta(case: Case, t: int) -> fn.Transform:
         pairs = zip(masks, updates, fn.pmean(updates, "data"), strict=True)
         return [torch.where(mask, mean, own) for mask, own, mean in pairs]
 
-    return fn.average_params(inner_of(case.hyper["inner"]), fn.stateless(share))
+    sync = fn.stateless(share)._replace(facts=fn.Facts(axes=("data",), unequal=True))
+    return fn.average_params(inner_of(case.hyper["inner"]), sync)
 
 
 def replay(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:

@@ -83,8 +83,8 @@ ORDERS = {
     Round(1, 0): [("difference", 1), ("outer", 0), ("mean", 1)],
 }
 """What follows the local step of each kind of round, in its order."""
-APART = [method.name for method in registry.APART]  # their anchors differ, and an exchange has no fragments
-KINDS = [(name, when) for name in METHODS for when in ORDERS if name not in APART or when.begin in (None, 0)]
+AS_ONE = [method.name for method in registry.CONTRIB_ROUNDS]  # they are made without fragments
+KINDS = [(name, when) for name in METHODS for when in ORDERS if name not in AS_ONE or when.begin in (None, 0)]
 
 
 @pytest.mark.parametrize(("name", "when"), KINDS, ids=[f"{name} {tuple(when)}" for name, when in KINDS])
