@@ -39,19 +39,21 @@ def onebit_adam(
 
 
 def onebit_lamb(
-    lr: Rate = 1e-3, *, axis: Any, codec: Any = None, feedback: Any = None, layout: str = "fused", **hyper: Any
-) -> fn.Transform:
+    lr: Rate = 1e-3, *, axis: Any, codec: Any = None, feedback: Any = None, layout: str = "fused", servers: bool = True,
+    warmup: Any = None, **hyper: Any,
+) -> fn.Transform:  # fmt: skip
     """Return `fn.onebit_lamb` with all arguments of its link, in any layout."""
-    link = fn.scale_by_onebit_lamb(sync=coded(axis, codec, feedback, layout), **hyper)
-    return wrapped(fn.chain(fn.average(axis), link, fn.scale_by_learning_rate(lr)), axis)
+    link = fn.scale_by_onebit_lamb(sync=coded(axis, codec, feedback, layout, servers), **hyper)
+    return wrapped(fn.chain(fn.average(axis, warmup), link, fn.scale_by_learning_rate(lr)), axis)
 
 
 def zero_one_adam(
-    lr: Rate = 1e-3, *, axis: Any, weight_decay: float = 0.0, max_step: float | None = 10.0, **mean: Any
-) -> fn.Transform:
+    lr: Rate = 1e-3, *, axis: Any, weight_decay: float = 0.0, max_step: float | None = 10.0, warmup: Any = None,
+    **mean: Any,
+) -> fn.Transform:  # fmt: skip
     """Return `fn.zero_one_adam` in any layout. mean: as for `coded`."""
     link = fn.scale_by_zero_one_adam(lr, weight_decay=weight_decay, sync=coded(axis, **mean), max_step=max_step)
-    return wrapped(fn.chain(fn.average(axis), link), axis)
+    return wrapped(fn.chain(fn.average(axis, warmup), link), axis)
 
 
 def diloco(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import chains
 import numpy as np
 import oracle_loco
 import pytest
@@ -249,7 +250,7 @@ def test_a_sharded_second_moment_does_not_decide_when_to_freeze():
 def test_onebit_adam_over_shards_is_onebit_adam(layout, world):
     """In float64 to rounding: the layout changes who updates what, not what the update is."""
     params, hyper = start(torch.float64), {"axis": "data", "layout": layout, "weight_decay": 0.1}
-    whole = World(fn.onebit_adam(0.03, **hyper), params, world)
+    whole = World(chains.onebit_adam(0.03, **hyper), params, world)
     shards = World(fn.sharded_onebit_adam(0.03, **hyper), params, world)
     for t in range(12):
         phase, g = fn.freeze_after(4)(t), gradients(world, params)

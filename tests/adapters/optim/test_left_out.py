@@ -29,7 +29,7 @@ def step(opt: fn.Optimizer, params: list[Any], value: float = 1.0) -> list[str]:
 def never_exchanging(h: int, delay: int = 0, **hyper: Any) -> tuple[fn.Optimizer, list[Any]]:
     """Return an optimizer whose outer steps overflow."""
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2, 2))]
-    make = partial(fn.diloco, axis="data", outer_lr=3e38, outer_momentum=0.0, weight_decay=0.0, **hyper)
+    make = partial(chains.diloco, axis="data", outer_lr=3e38, outer_momentum=0.0, weight_decay=0.0, **hyper)
     parts = hyper.get("fragments", 1)
     return fn.Optimizer(params, make, schedule=fn.every(h, delay=delay, fragments=parts), lr=100.0), params
 
