@@ -25,11 +25,12 @@ from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
+from fn.lamb_optimizers import lamb, onebit_lamb
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
 from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp, sign_muon
-from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
+from fn.optimizers import adamw, loco_adamw, onebit_adam, sharded_onebit_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
@@ -59,6 +60,7 @@ from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
 from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
+from fn.zero_one_optimizers import zero_one_adam
 
 if TYPE_CHECKING:
     from fn import testing as testing

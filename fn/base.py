@@ -20,7 +20,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from fn.compiling import compilable, original, own_code
 from fn.errors import expected
 
 Tree = Any
+C = TypeVar("C", bound=type)
 
 
 class Phase(enum.Enum):
@@ -129,6 +130,20 @@ class NewParams(NamedTuple):
     params: Tree
 
 
+def says(**facts: Any) -> Callable[[C], C]:
+    """Return a decorator that gives the class of a rule what it says of itself: see `UpdateFn`.
+
+    A NamedTuple has fields for what differs between its values; this is for what is the same for all of them.
+    """
+
+    def decorate(kind: C) -> C:
+        for name, value in facts.items():
+            setattr(kind, name, value)
+        return kind
+
+    return decorate
+
+
 def check_round(value: Round) -> None:
     """Raise a TypeError unless the fields of a round are whole numbers or None, a ValueError if one is out of range."""
     for name, fragment in (("begin", value.begin), ("end", value.end)):
@@ -141,7 +156,23 @@ def check_round(value: Round) -> None:
 
 
 class UpdateFn(Protocol):
-    """(updates, state, params) -> (updates, state), without side effects."""
+    """(updates, state, params) -> (updates, state), without side effects.
+
+    Any function is one. A *rule* is one that also says what it computes: a NamedTuple of its settings that can be
+    called, such as `fn.transforms.adam.Adam`. Its type is the kind of step, by which `fn.inplace` finds kernels, and
+    its fields are what ranks compare. Where it keeps a closure, that is its field `run`. A rule may have more:
+
+        name                        in messages; without it they take the name of the factory of `run`
+        check(state, read)          raises where a call would refuse the state. Kernels that take the step in place of
+                                    the call have to ask it, or would take in silence what the call refuses. `read`
+                                    moves a 0-d tensor to where the host can read its number
+        over(updates, state, params)    the step, written over the memory of the updates
+        late(updates, state)        the step with the new state written later: see `fn.inplace.own_memory`
+        is_fresh                    whether it keeps nothing of the updates that it returns
+        mapped(f)                   the same step with f of each update inside of it
+        hands_down                  whether updates inside may leave their new states to be written later
+        together                    axes whose ranks leave out a step together: nothing may be written later then
+    """
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the next updates and the next state."""
@@ -169,6 +200,10 @@ class Transform(NamedTuple):
     needs_warmup: frozenset[Phase] = frozenset()
     exchange: Exchange | None = None
     facts: Facts | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Transform:
+        """Return the transform itself, as of a function: a copied lr would not be the one that closures have."""
+        return self
 
     def update(self, phase: Phase | Round) -> UpdateFn:
         """Return the update of a phase or a round, as a function that `torch.compile` counts as one of its own.
@@ -219,7 +254,6 @@ class Facts(NamedTuple):
     whole: the names of its links that need whole tensors, because they use norms, shapes, rows or tiles. (): it works
         element by element, so that it can be given pieces. An average in codes counts as element by element, too,
         although each piece then has scales of its own.
-    local_params: whether the params differ between ranks between two exchanges.
     silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
     unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
     tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
@@ -231,13 +265,12 @@ class Facts(NamedTuple):
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False, tree=(),
-    unequal=False, shards=(), inside=())
+    Facts(axes=('data',), whole=('scale_by_shape',), silent=False, unclamped=False, tree=(), unequal=False, shards=(),
+    inside=())
     """
 
     axes: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
-    local_params: bool = False
     silent: bool = False
     unclamped: bool = False
     tree: tuple[str, ...] = ()
@@ -271,10 +304,10 @@ def merged(*facts: Facts) -> Facts:
                 raise TypeError(expected(f"facts.{field}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
         return (*dict.fromkeys(name for value in values for name in value),)
 
-    local_params, silent, unclamped, unequal = (
-        any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped", "unequal")
+    silent, unclamped, unequal = (
+        any(getattr(said, field) for said in facts) for field in ("silent", "unclamped", "unequal")
     )
-    flags = local_params, silent, unclamped
+    flags = silent, unclamped
     return Facts(names("axes"), names("whole"), *flags, names("tree"), unequal, names("shards"), names("inside"))
 
 
@@ -310,10 +343,15 @@ def _of_link(i: int, exchange: Exchange) -> Exchange:
     return exchange.within(lambda states: states[i], lambda states, own: (*states[:i], own, *states[i + 1 :]))
 
 
+@says(hands_down=True)
 class Chained(NamedTuple):
     """The update of a chain: those of its links, one after the other."""
 
     links: tuple[UpdateFn, ...]
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the chain of what f makes of its links."""
+        return Chained(tuple(map(f, self.links)))
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates of the last link, and the states of all."""
@@ -439,43 +477,25 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
     return not isinstance(getattr(transform, f"{phase.value}_update"), _Missing)
 
 
-class Step(NamedTuple):
-    """An update that says what it computes, so that an adapter can find kernels for a chain that holds it.
-
-    rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.adam.Adam`. run: the update.
-    check: (state, read) -> None, raises where `run` would refuse the state. Kernels that take the step in place of
-        `run` have to call it, or would take in silence what `run` refuses. `read` moves a 0-d tensor to where the host
-        can read its number.
-    """
-
-    rule: Any
-    run: UpdateFn
-    check: Callable[[Tree, Callable[[Tensor], Tensor]], None] | None = None
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what the update returns."""
-        return self.run(updates, state, params)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        """Return the step itself: a copied lr in `rule` would no longer be the one that `run` closes over."""
-        return self
-
-
 class Guarded(NamedTuple):
     """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
 
     inner: the update that is guarded. looks: whether its results are checked, as they are in all but local steps.
-    run: the guarded update. around: guards another update in the same way.
+    run: the guarded update. of: guards another update in the same way.
     """
 
     inner: UpdateFn
     looks: bool
     run: UpdateFn
-    around: Callable[[UpdateFn], UpdateFn]
+    of: Callable[[UpdateFn], UpdateFn]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the guarded update returns."""
         return self.run(updates, state, params)
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the same step around what f makes of the update inside."""
+        return self.of(f(self.inner))
 
 
 class Link(NamedTuple):
@@ -499,8 +519,8 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
 
 def name_of(update: UpdateFn) -> str:
     """Return the name of the function that made an update, as a description has it: `scale_by_adam`."""
-    run = update.run if isinstance(update, Step | Guarded) else update
-    name: str = getattr(run, "__qualname__", type(run).__name__)
+    run = getattr(update, "run", update)
+    name: str = getattr(update, "name", getattr(run, "__qualname__", type(run).__name__))
     return name.split(".")[0]
 
 

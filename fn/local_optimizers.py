@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+import fn.inplace.outer  # noqa: F401  (fills the table of steps in place)
 from fn.base import Transform, chain, check_interval, check_whole
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.bins import bins

@@ -15,10 +15,10 @@ These are pure functions. `fn.Optimizer` takes the same steps by kernels that wr
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
+import fn.inplace.adam  # fills the table of steps in place, as the next one does
+import fn.inplace.sharded  # noqa: F401
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.integer import int4
@@ -28,20 +28,18 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.sharded import sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 
 
-def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
+def warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
     """Return the average of gradients in the warm-up, in full precision or in codes."""
     if warmup is not None:
         hops(axis, warmup, damped(), ("warmup", "feedback"))
     return average(axis, warmup)
 
 
-def _average_in_codes(
+def average_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
 ) -> Transform:
     """Return the compressed average, of signs with `classic` feedback if nothing else is given."""
@@ -133,9 +131,9 @@ def onebit_adam(
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made. The
         step of the compressed phase is clamped to `max_step`.
     """
-    sync = _average_in_codes(axis, codec, feedback, layout, servers)
+    sync = average_in_codes(axis, codec, feedback, layout, servers)
     tx = chain(
-        _warm_up(axis, warmup),
+        warm_up(axis, warmup),
         scale_by_onebit_adam(
             b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros, max_step=max_step
         ),
@@ -143,154 +141,6 @@ def onebit_adam(
         scale_by_learning_rate(lr),
     )
     return agreed(skip_nonfinite(tx), axis)
-
-
-def lamb(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
-    weight_decay: float = 0.0,
-    *,
-    axis: AxisNames | None = None,
-    max_coeff: float = 10.0,
-    min_coeff: float = 0.0,
-) -> Transform:
-    """LAMB over exactly averaged gradients: Adam's direction, each tensor scaled by its trust ratio.
-
-        >>> import torch, fn
-        >>> tx = fn.lamb(0.1, axis="data")
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(30):
-        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.8326, -1.4248,  1.4248])
-
-    Args: lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps, weight_decay: as for Adam. axis:
-        over which the gradients are averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
-    Returns: a transform with a warm-up phase only.
-
-    Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2, phi the identity within the bounds.
-    """
-    tx = chain(
-        always_average(axis),
-        scale_by_adam(b1, b2, eps),
-        add_decayed_weights(weight_decay),
-        scale_by_trust_ratio(min_coeff, max_coeff),
-        scale_by_learning_rate(lr),
-    )
-    return agreed(skip_nonfinite(tx), axis)
-
-
-def onebit_lamb(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    axis: AxisNames,
-    codec: Codecs | None = None,
-    feedback: Feedbacks | None = None,
-    warmup: Codecs | None = None,
-    layout: str = "fused",
-    servers: bool = True,
-    max_coeff: float = 10.0,
-    min_coeff: float = 0.01,
-    coeff_beta: float = 0.9,
-    factor_max: float = 4.0,
-    factor_min: float = 0.5,
-    factor_threshold: float = 0.1,
-    keep_zeros: bool = True,
-    max_step: float | None = None,
-) -> Transform:
-    """1-bit LAMB: LAMB in the warm-up; then trust ratios are frozen up to a bounded factor, and momentum is signs.
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.onebit_lamb(0.1, axis="data"), fn.freeze_after(10)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.3636, -0.8136,  1.1490])
-
-    Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 2. axis: the ranks that train together.
-        codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
-            the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
-            `onebit_adam`.
-        others: as for `scale_by_onebit_lamb`. There is no max_step by default: with 1.0 it trained more slowly.
-    Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
-
-    Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
-    Differs: with a `max_step` the direction of the compressed phase is clamped, before decay and norms.
-    """
-    hyper = LambHyper(
-        b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
-    )
-    sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros, max_step=max_step)
-    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
-
-
-def zero_one_adam(
-    lr: float | Tensor = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    *,
-    axis: AxisNames,
-    codec: Codecs | None = None,
-    feedback: Feedbacks | None = None,
-    warmup: Codecs | None = None,
-    layout: str = "flat",
-    servers: bool = True,
-    compress: Literal["steps", "gradients"] = "steps",
-    keep_zeros: bool = True,
-    max_step: float | None = 10.0,
-) -> Transform:
-    """0/1 Adam: steps that update the variance, steps that synchronise in codes, and local steps that send nothing.
-
-        >>> import torch, fn
-        >>> tx, schedule = fn.zero_one_adam(0.05, axis="data"), fn.zero_one_schedule(20, 2, 10, 4)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(60):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.4710, -1.1555,  1.0592])
-
-    Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps: as for Adam. weight_decay:
-            decoupled.
-        axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
-            steps. layout, servers: as for `compressed_average`.
-        compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. The default
-            is larger than 1-bit Adam's, because a synchronising step consists of codes alone: with 1.0 it trained more
-            slowly.
-    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule. With compress="gradients" it
-        has no local phase, which that schedule asks for once the variance is frozen.
-
-    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
-    Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
-    """
-    sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_zero_one_adam(
-        lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros, max_step=max_step
-    )
-    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link)), axis)
 
 
 def loco_adamw(

@@ -47,6 +47,7 @@ class Roles(NamedTuple):
         has such fields, `fn.skip_nonfinite` checks only them.
     shard: the number of this rank's shard and the number of shards, (2,) int64.
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet.
+    warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
     counts: the number of steps behind the moments, 0-d; weights: what first and second moment have gathered,
         1 - b ** steps, 0-d float64.
     difference: the difference to the anchor, which a weight multiplies before it is sent; weight: what a guard
@@ -73,6 +74,7 @@ class Roles(NamedTuple):
     owned: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    warmup_errors: tuple[str, ...] = ()
 
 
 def find(state: Tree, role: str) -> list[Tree]:
@@ -131,6 +133,19 @@ def rank_local(state: Tree) -> frozenset[str]:
 def has_local_params(state: Tree) -> bool:
     """Tell whether the class of a state, a NamedTuple, declares that the params differ between ranks."""
     return bool(_declared(state, "local_params", False))
+
+
+def check_same_params(state: Tree, where: str = "") -> None:
+    """Refuse an inner optimizer whose state says that the ranks go to params of their own, with a ValueError.
+
+    Args: state: of the inner optimizer. where: of which ranks, in the message.
+    """
+    if isinstance(state, tuple) and hasattr(state, "_fields") and has_local_params(state):
+        raise ValueError(expected("inner", f"params that are the same on all ranks{where}", "each rank's own"))
+    if isinstance(state, tuple | list | dict):
+        for value in state.values() if isinstance(state, dict) else state:
+            if not isinstance(value, Tensor):
+                check_same_params(value, where)
 
 
 def agreed_of(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None] | None:

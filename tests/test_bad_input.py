@@ -202,23 +202,18 @@ def test_descriptions_tell_hyperparameters_codecs_and_schedules_apart():
     assert not any("0x" in value for value in again[0].values())
 
 
-def test_descriptions_tell_the_numbers_apart_that_a_codec_or_a_feedback_closes_over():
+def flipped(signs):
+    base = fn.int8()
+    made = fn.Codec(lambda x: base.encode(x * signs), lambda p: base.decode(p) * signs, align=8, bits=8.125)
+    return made._replace(make=partial(flipped, signs))
+
+
+def test_descriptions_tell_the_numbers_apart_that_make_a_codec():
     """Random signs of one's own, say: a rank with others would decode nonsense."""
-
-    def flipped(signs):
-        base = fn.int8()
-        return fn.Codec(lambda x: base.encode(x * signs), lambda p: base.decode(p) * signs, align=8, bits=8.125)
-
-    def scaled(weights):
-        return fn.classic()._replace(compensate=lambda x, error: x + weights * error)
-
-    for make in (flipped, scaled):
-        one, two = torch.ones(8), torch.ones(8)
-        two[3] = -1
-        a, b, c = (describe(fn.compressed_average("data", *args)) for args in (
-            (make(x), fn.classic()) if make is flipped else (fn.sign(), make(x)) for x in (one, two, one.clone())
-        ))  # fmt: skip
-        assert a == c != b
+    one, two = torch.ones(8), torch.ones(8)
+    two[3] = -1
+    a, b, c = (describe(fn.compressed_average("data", flipped(x), fn.off())) for x in (one, two, one.clone()))
+    assert a == c != b
 
 
 def test_simulated_ranks_agree_without_a_message():

@@ -96,6 +96,8 @@ OVER_THE_AXIS = {
 }  # fmt: skip
 
 ROUNDS = {"average_params", "outer", "own_anchors"}
+LOCAL = {"scale_by_zero_one_adam"}
+"""Whose ranks go to params of their own, which a state says."""
 """Those that take rounds."""
 
 each_link = pytest.mark.parametrize("name", LINKS)
@@ -119,8 +121,14 @@ def test_a_link_says_what_it_is(name):
     assert bool(facts.whole) == (name in WHOLE)
     assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
     assert facts.shards == (("data",) if name == "unsharded" else ())
-    assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
     assert facts_of(fn.chain(fn.average("node"), fn.skip_nonfinite(LINKS[name]("data")))).whole == facts.whole
+
+
+def test_an_optimizer_whose_ranks_go_to_params_of_their_own_is_refused_in_pieces():
+    local = fn.zero_one_adam(axis="node")
+    for whole in (fn.owned(local, "data"), fn.sharded(local, "data"), fn.unsharded(local, fn.Shards("data"))):
+        with pytest.raises(ValueError, match="inner: expected params that are the same on all ranks, but got each"):
+            whole.init(PARAMS)
 
 
 PARAMS = [torch.tensor([[1.0, -2.0], [0.5, 3.0], [-1.5, 0.25]]), torch.tensor([1.0, -3.0, 2.0])]
@@ -145,10 +153,10 @@ def test_on_owned_tensors_it_is_what_it_is_on_all_or_is_refused(name):
     link = LINKS[name]("data")
     facts = facts_of(link)
     assert bool(facts.tree) == (name in TREE)
-    if facts.tree or facts.axes or facts.shards or facts.local_params:
+    if facts.tree or facts.axes or facts.shards or link.exchange or name in LOCAL:
         named = "|".join(["over the axis 'data'", "each rank's own", "with rounds", *facts.tree])
         with pytest.raises(ValueError, match=f"inner: expected .*({named})"):
-            fn.owned(link, "data")
+            fn.owned(link, "data").init(PARAMS)
         return
     owned = fn.owned(link, "data")
     found = fn.simulate(lambda g: updates_of(owned, PARAMS, g), "data", 2, in_dims=None, out_dims=None)(GRADS)
@@ -160,10 +168,10 @@ def test_on_owned_tensors_it_is_what_it_is_on_all_or_is_refused(name):
 def test_in_shards_it_is_what_it_is_on_the_whole_or_is_refused(name):
     link = LINKS[name]("data")
     facts = facts_of(link)
-    if facts.whole or facts.axes or facts.shards or facts.local_params:
+    if facts.whole or facts.axes or facts.shards or link.exchange or name in LOCAL:
         named = "|".join(["over the axis 'data'", "each rank's own", "with rounds", *facts.whole])
         with pytest.raises(ValueError, match=f"inner: expected .*({named})"):
-            fn.sharded(link, "data")
+            fn.sharded(link, "data").init(PARAMS)
         return
     wanted = updates_of(link, PARAMS, GRADS)
     for layout in ("flat", "per_tensor"):

@@ -31,14 +31,23 @@ FLOORS = {
     "fn.local_optimizers": 5,
     "fn.vote_optimizers": 5,
     "fn.low_rank_optimizers": 5,
+    "fn.lamb_optimizers": 5,
+    "fn.zero_one_optimizers": 5,
     "fn.muon_optimizers": 5,
     "fn.muon_variant_optimizers": 5,
     "fn.adapters": 6,
     "fn.planner": 6,
+    "fn.contrib": 7,
     "fn.testing": 6,
     "fn.__main__": 7,
     "fn": 7,
 }
+APART = (
+    "fn.contrib", "fn.planner", "fn.testing", "fn.adapters.deepspeed", "fn.adapters.torchft", "fn.adapters.trainers",
+)  # fmt: skip
+"""Packages that may be deleted: nothing outside of them imports them, but the command line, which has commands of some.
+The planner finds `fn.contrib` by its name, where it is asked to."""
+
 OPTIONAL = (
     "numba",
     "triton",
@@ -114,8 +123,24 @@ def test_the_walk_sees_the_house():
 def test_imports_point_down():
     edges = [(module, name) for module in MODULES for name, _ in EDGES[module]]
     assert [f"{module} imports {name} from above" for module, name in edges if floor(name) > floor(module)] == []
-    of_all = [module for module, name in edges if name == "fn" and module not in ("fn", "fn.__main__")]
+    above = ("fn", "fn.__main__", "fn.contrib", "fn.testing")  # contrib is written as a user's own module
+    inside = ("fn.contrib.", "fn.testing.")
+    of_all = [m for m, name in edges if name == "fn" and m not in above and not m.startswith(inside)]
     assert of_all == [], "these import the package that imports them"
+
+
+def test_nothing_imports_what_may_be_deleted():
+    def within(module: str, package: str) -> bool:
+        return module == package or module.startswith(f"{package}.")
+
+    seen = ("fn", "fn.__main__")  # the first shows type checkers what it finds when it is used, see the next test
+    edges = [(module, name) for module in MODULES for name, _ in EDGES[module] if module not in seen]
+    assert [
+        f"{module} imports {name}"
+        for module, name in edges
+        for package in APART
+        if within(name, package) and not within(module, package)
+    ] == []
 
 
 def test_there_is_no_cycle():
@@ -145,7 +170,7 @@ import sys
 import torch.distributed.device_mesh, torch.library  # which may bring some of them along
 before = set(sys.modules)
 import fn
-print([name for name in {OPTIONAL!r} if name in set(sys.modules) - before])
+print([name for name in {(*OPTIONAL, *APART)!r} if name in set(sys.modules) - before])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, timeout=LIMIT)
     assert run.returncode == 0, run.stderr

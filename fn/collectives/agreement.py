@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import inspect
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Step
+from fn.base import name_of
 from fn.collectives.axis import (  # fmt: skip
     SIMULATED,
     AxisNames,
@@ -35,6 +36,7 @@ from fn.collectives.axis import (  # fmt: skip
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import all_gather, psum
+from fn.compiling import original
 from fn.errors import RanksDisagree
 from fn.kernels.table import rows
 from fn.kernels.tracing import is_concrete
@@ -200,59 +202,50 @@ def describe_leaves(params: Tree) -> dict[str, str]:
 
 
 def describe(value: Any) -> dict[str, str]:
-    """Return the hyper-parameters that a value holds, by name, looking into closures, tuples and partials.
+    """Return the settings that a value holds, by name: numbers, names and dtypes, looking into tuples and partials.
 
-    Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close over:
+    A transform holds the rules of its links, NamedTuples of hyper-parameters; a link without a rule counts by its name.
+    A codec or a feedback counts as the call that makes it. Nobody looks into what a function closes over.
 
         >>> import fn
-        >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.rule.b1"]
+        >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
         '0.8'
 
-    Of a tensor of several numbers, and of one that `torch.func.vmap` batches, it is shape and dtype; in a codec or a
-    feedback, of which every rank reads what others wrote, a digest of the numbers, too.
+    Of a tensor of several numbers, and of one that `torch.func.vmap` batches, it is shape and dtype; among what makes a
+    codec or a feedback, of which every rank reads what others wrote, a digest of the numbers, too.
     """
     texts: dict[str, str] = {}
-    for name, text in _texts(value, type(value).__name__, set()):
+    for name, text in _texts(value, type(value).__name__):
         numbered = (f"{name}#{number}" if number > 1 else name for number in itertools.count(1))
         texts[next(unique for unique in numbered if texts.get(unique, text) == text)] = text
     return texts
 
 
-def _texts(value: Any, name: str, seen: set[int], shared: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield what `describe` says. seen: the functions that were looked into. shared: of a codec or a feedback."""
-    shared = shared or isinstance(value, Codec | Feedback)
-    if isinstance(value, Step):
-        value = value.run  # which closes over all that its rule says
+def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield what `describe` says. shared: of a codec or a feedback."""
+    value = original(value)
+    if isinstance(value, Codec | Feedback):
+        shared, value = True, value if value.make is None else value.make
     if isinstance(value, partial):
-        value = (value.func, value.args, value.keywords)
+        name = getattr(value.func, "__name__", name)
+        value = {"": value.func, **inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments}
     if isinstance(value, Tensor):
         yield name, _text_of_tensor(value, shared)
     elif isinstance(value, tuple | list | Mapping):
         keys = value if isinstance(value, Mapping) else getattr(value, "_fields", range(len(value)))
         items = value.values() if isinstance(value, Mapping) else value
+        owner = name_of(value) if callable(value) and hasattr(value, "_fields") else name  # of a rule: its link
         for key, item in zip(keys, items, strict=True):
-            yield from _texts(item, f"{name}.{key}", seen, shared)
+            yield from _texts(item, f"{owner}.{key}".rstrip("."), shared)
     elif callable(value):
-        owner = getattr(value, "__qualname__", type(value).__name__)
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield name, owner
-            for key, item in _closed_over(value):
-                yield from _texts(item, f"{owner.split('.')[0]}.{key}", seen, shared)
+        yield name, getattr(value, "__qualname__", type(value).__name__)
+        if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            for key, item in getattr(value, "__dict__", {}).items():  # an object that can be called, such as a schedule
+                yield from _texts(item, f"{type(value).__name__}.{key}", shared)
     elif isinstance(value, _PLAIN):
         yield name, repr(value)
     else:
         yield name, type(value).__name__  # its repr may hold an address, which differs between processes
-
-
-def _closed_over(f: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a function closes over, and the attributes of an object that can be called."""
-    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
-    for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
-        if cell != types.CellType():  # an empty cell is a name that its function has not bound yet
-            yield variable, cell.cell_contents
-    if not isinstance(f, type | types.FunctionType | types.BuiltinFunctionType):
-        yield from getattr(f, "__dict__", {}).items()
 
 
 def _text_of_tensor(x: Tensor, shared: bool) -> str:

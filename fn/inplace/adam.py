@@ -10,12 +10,12 @@ from torch import Tensor
 from fn.collectives.axis import axis_size
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
 from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.match import register
 from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
 from fn.kernels import ops
-from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
+from fn.transforms.adam import Adam, Moments, OnebitAdam, OnebitAdamState
 
 Tree = Any
-Moments = AdamState | OnebitAdamState
 
 
 def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
@@ -81,10 +81,15 @@ def kernel_args(rule: Adam | OnebitAdam, descent: Descent, moments: Moments) -> 
 def count_step(moments: Moments, b1: float, b2: float | None = None) -> None:
     """Count a step, in place. b2: None: the second moment rests."""
 
-    def follow(decay: float) -> Any:
+    def moved(decay: float) -> Any:
+        # as the pure step has it: 1 - b ** t would be another number after rounding
         return lambda weight: weight.mul_(decay).add_(1 - decay)
 
     moments.step.add_(1)
-    write(moments.mu_weight, follow(b1))
+    write(moments.mu_weight, moved(b1))
     if b2 is not None:
-        write(moments.nu_weight, follow(b2))
+        write(moments.nu_weight, moved(b2))
+
+
+register(Adam, warmup)
+register(OnebitAdam, compressed)

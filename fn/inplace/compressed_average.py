@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Step, UpdateFn, links_of
+from fn.base import UpdateFn, links_of
 from fn.collectives import messages
 from fn.collectives.codecs.codec import Fused, Segments
 from fn.collectives.codecs.sign import SignPayload
@@ -143,7 +143,7 @@ class CodedAverage(NamedTuple):
     plans: list[tuple[ErrorFeedbackState, list[BucketPlan]]]
 
     def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[BucketPlan]:
-        """Return what each vector that travels needs, planned once for a state."""
+        """Return a plan for each vector that travels, made once for a state."""
         if self.plans and self.plans[0][0] is sync:
             return self.plans[0][1]
         codec, servers = self.last.codec, self.rule.servers
@@ -185,7 +185,7 @@ class CodedAverage(NamedTuple):
 
         def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
             count = plan.segments.valid.shape[0]
-            x = reduce_exactly(map(rows, plan.parts), self.inner, count) if self.inner else rows(plan.bucket)
+            x = reduce_exactly(map(rows, plan.parts), self.inner, count) if self.inner else rows(plan.bucket)  # (n,)
             rule = self.last.for_rows(plan.segments), self.last.feedback
             return encode(*rule, x.view(count, -1), plan.ends[0], consume=True)
 
@@ -293,8 +293,8 @@ Mean = CodedMean | PureMean
 def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
     """Return an average for steps in place; None for one that does nothing."""
     links = links_of(update)
-    rule = links[0].update.rule if len(links) == 1 and isinstance(links[0].update, Step) else None
-    if isinstance(rule, CompressedAverage) and update is links[0].update:
+    rule = links[0].update if len(links) == 1 else None
+    if isinstance(rule, CompressedAverage) and update is rule:
         *inner, last = hops(rule.axis, rule.codec, rule.feedback)
         if all(hop.exact for hop in inner):
             return CodedAverage(rule, tuple(hop.axis for hop in inner), last, [])

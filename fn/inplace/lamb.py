@@ -12,12 +12,16 @@ from fn import tree
 from fn.collectives.axis import axis_size
 from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
 from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace
+from fn.kernels import memory_pool, ops
+from fn.kernels.lists import squared_norms
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket
 from fn.transforms.lamb import (
     LambHyper,
+    LambWarmup,
     OnebitLamb,
     OnebitLambState,
     bounded_factor,
@@ -30,9 +34,9 @@ from fn.transforms.lamb import (
 Tree = Any
 
 
-def warmup(rule: LambHyper, chain: MatchedChain) -> InPlace | str:
+def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
     """Return how a warm-up step of 1-bit LAMB is staged."""
-    h = rule
+    h = rule.hyper
     if chain.descent.weight_decay:
         return DECAYS
 
@@ -40,8 +44,13 @@ def warmup(rule: LambHyper, chain: MatchedChain) -> InPlace | str:
         leaves, mu, nu, fresh = lists
 
         def commit() -> None:
-            squares = torch.ops.fn.lamb_moments_(leaves, grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
-            weight, moved, rms = squares.sqrt().unbind(1)
+            # Adam's step with a rate of -1 from weight_decay p is the direction u, whose norm is needed before a step
+            # can be taken: it lies in memory of the pool.
+            u = [memory_pool.empty(m.shape, m.dtype, m.device) for m in mu]
+            torch._foreach_copy_(u, leaves)
+            torch._foreach_mul_(u, h.weight_decay)
+            ops.direct("adamw_", u, grads, mu, nu, h.b1, h.b2, h.eps, 0.0, -1.0, *(1.0, 1.0, math.inf, math.inf), False)
+            weight, moved, rms = (squared_norms(tensors).sqrt() for tensors in (leaves, u, mu))  # (S,) each
             ratio = ratio_of(weight.float(), moved.float(), h.min_coeff, h.max_coeff)
             _write(moments.coefficient, moved_coefficient(h, _read(moments.coefficient), ratio))
             _write(moments.factor, torch.ones_like(ratio))
@@ -128,3 +137,7 @@ def _counts(tensors: list[Tensor]) -> Tensor:
 @cached_plan
 def _numbers(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(counts, dtype=torch.float64, device=device)
+
+
+register(LambWarmup, warmup)
+register(OnebitLamb, compressed)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Link, Step, UpdateFn
+from fn.base import Link, UpdateFn
 from fn.inplace.memory import written_into
 from fn.inplace.protocol import DTYPE, WITH_FLOAT16, InPlace, Staged, number
 from fn.kernels import ops
@@ -76,7 +76,7 @@ def descent_of(links: Sequence[Link]) -> Descent | Link:
     """Return the descent that links make; the first that is no part of one."""
     decay, rates = 0.0, list[float | Tensor]()
     for link in links:
-        rule = link.update.rule if isinstance(link.update, Step) else None
+        rule = link.update
         if isinstance(rule, Rate):
             rates.append(rule.lr)
         elif isinstance(rule, Decay) and not rates:

@@ -7,45 +7,59 @@ Behind it any number of weight decays may stand, then any number of learning rat
     average, clip, ...        scale_by_onebit_adam        decay, decay, rate
     run purely                one kernel from codes, moments and params to moments and params
 
-Where the last link is `fn.outer`, its inner optimizer's links stand in its place.
+Which kernels a rule has is a row of a table, which the method's own module fills: `register`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fn import roles, tree
-from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, links_of, name_of
-from fn.collectives.agreement import device_of, true_on_all
+from fn import roles
+from fn.base import Guarded, Link, Phase, Transform, UpdateFn, has_phase, links_of, name_of
 from fn.compiling import original
-from fn.inplace import adam, lamb, sharded, zero_one_adam
+from fn.errors import expected
 from fn.inplace.links import Head, MatchedChain, descent_of
 from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host
-from fn.transforms.adam import Adam, OnebitAdam
-from fn.transforms.lamb import LambHyper, OnebitLamb
-from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
-from fn.transforms.round_arguments import narrows
-from fn.transforms.sharded import Sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep
 
 Tree = Any
 
-STAGES: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
-    Adam: (adam.warmup, True),
-    OnebitAdam: (adam.compressed, True),
-    LambHyper: (lamb.warmup, True),
-    OnebitLamb: (lamb.compressed, True),
-    VarianceStep: (zero_one_adam.variance, True),
-    SynchronisingStep: (zero_one_adam.synchronise, True),
-    LocalStep: (zero_one_adam.local, False),
-    Sharded: (sharded.stage_shards, True),
-}
-"""By the rule's type of the link that keeps the moments: how its step is staged, and whether a guard looks at it."""
+
+class Row(NamedTuple):
+    """How steps of a kind are staged.
+
+    stage: (rule, chain) -> how, or the reason why not. looks: whether a guard looks at what such a step returns.
+    """
+
+    stage: Callable[..., InPlace | str]
+    looks: bool
+
+
+_rows: dict[type, Row] = {}
+
+
+def register(rule: type, stage: Callable[..., InPlace | str], *, looks: bool = True) -> None:
+    """Take steps whose link of moments has a rule of this type in place.
+
+    A method's own module calls it when it is imported, so that nothing here knows of the method.
+
+    Args:
+        rule: a NamedTuple that is the link's update, such as `fn.transforms.adam.Adam`.
+        stage: (rule, chain) -> how its step is staged, or a phrase that says why it cannot be. chain: a `MatchedChain`.
+        looks: whether a guard looks at what the step returns, as it does in all but local steps.
+    Raises: ValueError if the type has a row: two modules would decide which one by the order of imports.
+    """
+    if rule in _rows and _rows[rule].stage is not stage:
+        raise ValueError(expected("rule", "a type without a row", f"{rule.__name__}, which has one"))
+    _rows[rule] = Row(stage, looks)
+
+
+def registered() -> tuple[str, ...]:
+    """Return the names of the rules with a row, sorted. What a step sends may depend on it, so ranks compare it."""
+    return tuple(sorted(rule.__name__ for rule in _rows))
 
 
 def in_place(update: UpdateFn) -> InPlace | str:
@@ -57,25 +71,16 @@ def in_place(update: UpdateFn) -> InPlace | str:
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
-    last = links[-1].update if links else None
-    if isinstance(last, Step) and isinstance(last.rule, OuterWarmup | PlainWarmup | OuterLocal):
-        if update.looks == isinstance(last.rule, OuterLocal):
-            return _refused_for_guard(update, last)
-        inner = links_of(last.rule.inner, (*links[-1].path, 0))  # 0: `inner` of their states
-        staged = _match(update, [*links[:-1], *inner], True)
-        staged = staged if isinstance(staged, str) else _around(last.rule, links[-1], staged)
-    else:
-        staged = _match(update, links, update.looks)
+    staged = matched(update, links, update.looks)
     return staged if isinstance(staged, str) else staged._replace(stage=refusing(update, staged.stage))
 
 
 def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callable[[Tree, Tree, Tree], Any]:
     """Let the steps of an update that are taken in place refuse the states that its links refuse.
 
-    They say so in `Step.check`. Nothing is communicated before.
+    They say so in `check`, see `fn.base.UpdateFn`. Nothing is communicated before.
     """
-    steps = [(link, link.update) for link in _links_in(update) if isinstance(link.update, Step)]
-    checks = [(link, step.check) for link, step in steps if step.check is not None]
+    checks = [(link, link.update.check) for link in _links_in(update) if hasattr(link.update, "check")]
 
     def checked(updates: Tree, state: Tree, params: Tree) -> Any:
         for link, check in checks:
@@ -95,20 +100,23 @@ def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
 
 
-def _match(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
+def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
+    """Return how a chain of links is staged, or the reason why it cannot be.
+
+    Args: update: the pure one. links: their paths begin in its state. looks: whether its guard looks at the result.
+    """
     for i, link in enumerate(links):
-        rule = link.update.rule if isinstance(link.update, Step) else None
-        if type(rule) not in STAGES:
+        row = _rows.get(type(link.update))
+        if row is None:
             continue
-        stage, is_looked_at = STAGES[type(rule)]
-        if looks != is_looked_at:
+        if looks != row.looks:
             return _refused_for_guard(update, link.update)
         descent = descent_of(links[i + 1 :])
         if isinstance(descent, Link):
             got = name_of(descent.update)
             return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
         chain = MatchedChain(update, link, Head(links[:i]), descent)
-        return without_guards(chain.head, stage(rule, chain))
+        return without_guards(chain.head, row.stage(link.update, chain))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
 
@@ -118,7 +126,7 @@ def _refused_for_guard(guard: Guarded, update: UpdateFn) -> str:
 
 
 def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
-    """Refuse a guard among the links in front: what it skips on one rank, only the pure step makes others see."""
+    """Refuse `skip_nonfinite` before the moments: only the pure path tells other ranks about its skips."""
     if isinstance(staged, str) or not head.links:
         return staged
     for link in head.links:
@@ -130,61 +138,6 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
         return None if hidden else staged.stage(updates, state, params)
 
     return staged._replace(stage=stage)
-
-
-def _around(rule: OuterWarmup | PlainWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
-    """Return how a step of `outer` is staged, or of `average_params`.
-
-    Args: inner: how that of its inner optimizer is, in the state of the whole.
-    """
-    if isinstance(rule, PlainWarmup):
-        return inner
-    is_warmup = isinstance(rule, OuterWarmup)
-
-    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
-        is_narrow = is_warmup and _anchor_is_narrower(link.state(state), params)
-        step = None if is_narrow else inner.stage(updates, state, params)
-        if step is None:
-            return None
-        if isinstance(rule, OuterLocal) and rule.inside:  # as the pure step does, which others of the island may take
-            own = step.ok if isinstance(step.ok, Tensor) else torch.tensor(step.ok, dtype=torch.bool, device="cpu")
-            step = step._replace(ok=true_on_all(own, rule.inside, device_of(params)))
-        return (_with_anchor if is_warmup else _alone)(step, link.state(state), params)
-
-    return inner._replace(stage=stage)
-
-
-def _anchor_is_narrower(state: OuterState, params: Tree) -> bool:
-    """Return whether the anchor may overflow where the params do not, which only the pure step sees."""
-    pairs = zip(tree.leaves(state.anchor), tree.leaves(params), strict=True)
-    return any(narrows(anchor.dtype, p.dtype) for anchor, p in pairs)
-
-
-def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
-    """Let the anchor follow the params."""
-
-    def commit() -> None:
-        step.commit()
-        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
-
-    return step._replace(commit=commit)
-
-
-def _alone(step: Staged, state: OuterState, params: Tree) -> Staged:
-    """Leave out what is not finite, on this rank alone, and count it: no message tells the others."""
-
-    def commit() -> None:
-        state.alone.add_(1)
-        step.commit()
-
-    def drop() -> None:
-        state.alone.add_(1)
-        if step.otherwise is None:
-            state.dropped.add_(1)
-        else:
-            step.otherwise()
-
-    return step._replace(commit=commit, otherwise=drop)
 
 
 CURE = (

@@ -1,4 +1,4 @@
-"""Who lies in whose memory, and how a new state is written into the buffers of the old one."""
+"""Aliasing checks, and copying a new state into the old one's buffers."""
 
 from __future__ import annotations
 

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Link, Step, links_of
+from fn.base import Link, links_of
 from fn.collectives.axis import axis_index, axis_size
-from fn.inplace.adam import Moments, count_step, kernel_args
+from fn.inplace.adam import count_step, kernel_args
 from fn.inplace.links import NO_EPS, Descent, MatchedChain, descent_of
+from fn.inplace.match import register
 from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel, on_host
 from fn.kernels import memory_pool
 from fn.kernels.reference.steps import is_normal
 from fn.kernels.tracing import is_concrete
 from fn.transforms import flat_layout as layouts
-from fn.transforms.adam import Adam, OnebitAdam
+from fn.transforms.adam import Adam, Moments, OnebitAdam
 from fn.transforms.sharded import (
     Kept,
     Sharded,
@@ -49,7 +50,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     Params travel back, also where the pure chain sends updates.
     """
     rules, inner = rule.rules, links_of(rule.inner)
-    h = inner[0].update.rule if inner and isinstance(inner[0].update, Step) else None
+    h = inner[0].update if inner else None
     rests = isinstance(h, OnebitAdam) and h.keep_zeros and not links_of(h.average)
     if not isinstance(h, Adam | OnebitAdam) or (isinstance(h, OnebitAdam) and not rests):
         adams = "scale_by_adam, or with scale_by_onebit_adam with keep_zeros and a sync that does nothing"
@@ -93,7 +94,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         numbers = h.b1, b2 or 0.0, *kernel_args(h, behind, after), max_step, b2 is None
         mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
-            rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)
+            rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)  # W of (n/W,), or their mean
             keeps = isinstance(master, Tensor)
             old = master if keeps else shard_of(leaves, bucket, index)
             if keeps and rules.gather is None:
@@ -107,7 +108,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], *numbers)
             del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
             _mark(new[0], peaks, dtype)
-            full, kept = gather_in_place(new[0], dtype, whole, kept, bucket, rules, codes)
+            full, kept = gather_in_place(new[0], dtype, whole, kept, bucket, rules, codes)  # (n,)
             steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
         masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
@@ -156,3 +157,6 @@ def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> boo
         return True
     ok = ~torch.cat(firsts).isnan().any() if exact else all_finite(wholes)
     return ok if ok.device.type != "cpu" else bool(ok)
+
+
+register(Sharded, stage_shards)

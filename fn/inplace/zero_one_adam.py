@@ -11,6 +11,7 @@ from torch import Tensor
 from fn.collectives.axis import axis_size
 from fn.inplace.compressed_average import CodedAverage, average_of
 from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
 from fn.transforms.flat_layout import Bucket
@@ -127,3 +128,8 @@ def _descend(
 
 def _rate(h: ZeroOneAdam) -> float | Tensor:
     return on_host(h.lr) if isinstance(h.lr, Tensor) else h.lr
+
+
+register(VarianceStep, variance)
+register(SynchronisingStep, synchronise)
+register(LocalStep, local, looks=False)

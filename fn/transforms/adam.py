@@ -3,8 +3,8 @@
 Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides a moment by
 its weight, 1 - b**t, which is kept as a moving average of ones, and so is exact in float32 also for small t.
 
-An update that kernels can take stands in a `Step`, beside its rule: a NamedTuple of its hyper-parameters, by whose type
-`fn.inplace` finds the kernels. What the update itself computes is the specification.
+`Adam` and `OnebitAdam` are rules, see `fn.base.UpdateFn`: by their types `fn.inplace` finds kernels for a step. What
+calling them computes is the specification.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from fn import tree
 from fn.base import (
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_interval,
@@ -29,6 +28,7 @@ from fn.base import (
     lift,
     links_of,
     missing,
+    says,
 )
 from fn.errors import expected
 from fn.kernels import reference, rules
@@ -40,21 +40,33 @@ from fn.transforms.skip_nonfinite import shown
 Tree = Any
 
 
+@says(name="scale_by_adam")
 class Adam(NamedTuple):
-    """The rule of `scale_by_adam`. corrected: whether moments are divided by their weights (bias correction)."""
+    """The rule of `scale_by_adam`, and of a warm-up step of `scale_by_onebit_adam`.
+
+    corrected: whether moments are divided by their weights (bias correction).
+    """
 
     b1: float
     b2: float
     eps: float
     corrected: bool = True
 
-    def applied(self, updates: Tree, state: AdamState, out: Tree | None = None) -> tuple[Tree, AdamState]:
+    def __call__(self, updates: Tree, state: Moments, params: Tree, /) -> tuple[Tree, Moments]:
+        """Return what becomes of the updates, and the next state."""
+        return self.applied(updates, state)
+
+    def over(self, updates: Tree, state: Moments, params: Tree) -> tuple[Tree, Moments]:
+        """Take the step in the memory of the updates."""
+        return self.applied(updates, state, out=updates)
+
+    def applied(self, updates: Tree, state: Moments, out: Tree | None = None) -> tuple[Tree, Moments]:
         """Return what becomes of the updates, and the next state. out: as for `leafwise.apply`."""
-        check_state(state, AdamState)
+        check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)
         mu, nu = moving_average(state.mu, updates, self.b1), moving_average_of_squares(state.nu, updates, self.b2)
         mu_weight, nu_weight = self.b1 * state.mu_weight + (1 - self.b1), self.b2 * state.nu_weight + (1 - self.b2)
-        after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
+        after = state._replace(step=state.step + 1, mu=mu, nu=nu, mu_weight=mu_weight, nu_weight=nu_weight)
         if not self.corrected:
             return adam_direction(mu, nu, self.eps, out=out), after
         return adam_direction(mu, nu, self.eps, mu_weight, nu_weight, out=out), after
@@ -73,6 +85,11 @@ class OnebitAdam(NamedTuple):
     keep_zeros: bool
     average: UpdateFn
     max_step: float
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 @declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), weights=("mu_weight", "nu_weight"))
@@ -104,6 +121,9 @@ class OnebitAdamState(NamedTuple):
     sync: Tree
 
 
+Moments = AdamState | OnebitAdamState
+
+
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Divide the averaged gradient by the root of the averaged square.
 
@@ -123,13 +143,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
     """
     check_betas(b1, b2, eps)
-
-    rule = Adam(b1, b2, eps)
-
-    def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
-        return rule.applied(updates, state)
-
-    return lift(lambda params: AdamState(*start_moments(params)), Step(rule, update), elementwise=True)
+    return lift(lambda params: AdamState(*start_moments(params)), Adam(b1, b2, eps), elementwise=True)
 
 
 def scale_by_onebit_adam(
@@ -218,12 +232,12 @@ def scale_by_onebit_adam(
             out = direction(state, limit)
         return (shown(out, state.mu) if limit < math.inf else out), state
 
-    rule = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit)
+    frozen_step = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit, compressed)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
-    exact = warmup if links_of(sync.warmup_update) else Step(Adam(b1, b2, eps, bias_correction), warmup)
+    exact = warmup if links_of(sync.warmup_update) else Adam(b1, b2, eps, bias_correction)
     facts = facts_of(sync)._replace(unclamped=limit == math.inf)
     local, frozen = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # where nu is frozen
-    return Transform(init, exact, Step(rule, compressed), local, needs_warmup=frozen, facts=facts)
+    return Transform(init, exact, frozen_step, local, needs_warmup=frozen, facts=facts)
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Phase, Step, Transform, UpdateFn, check_state, missing, unchanged
+from fn.base import Facts, Phase, Transform, UpdateFn, check_state, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
@@ -34,6 +34,7 @@ from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors, row_count
 from fn.errors import expected
 from fn.kernels.table import cells
+from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
 
@@ -41,18 +42,28 @@ Tree = Any
 Errors = tuple[Tree, Tree]
 
 
+@declare(warmup_errors=("gradient_errors",))
 class CodedAverageState(NamedTuple):
     """The state of `average` in codes. gradient_errors: the residual errors of the gradients."""
 
     gradient_errors: ErrorFeedbackState
 
 
+@says(name="average", is_fresh=True)
 class Average(NamedTuple):
-    """The rule of the warm-up of `average`."""
+    """The rule of the warm-up of `average`, with its arguments."""
 
     axis: AxisNames | None
+    codec: Codecs | None
+    feedback: Feedbacks | None
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the mean of the updates, and the next state."""
+        return self.run(updates, state, params)
 
 
+@says(name="compressed_average")
 class CompressedAverage(NamedTuple):
     """The rule of `compressed_average`, with its arguments."""
 
@@ -61,6 +72,11 @@ class CompressedAverage(NamedTuple):
     feedback: Feedbacks
     layout: str
     servers: bool
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the mean of the updates, and the state with the next errors."""
+        return self.run(updates, state, params)
 
 
 def average(
@@ -112,7 +128,8 @@ def average(
         mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
         return mean, CodedAverageState(errors)
 
-    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged, facts=_facts(axis))
+    rule = Average(axis, codec, feedback, warmup)
+    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis))
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
@@ -135,7 +152,8 @@ def _exact_average(axis: AxisNames | None) -> Transform:
             means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, means), state
 
-    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged, facts=_facts(axis))
+    rule = Average(axis, None, None, warmup)
+    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis))
 
 
 def _facts(axis: AxisNames | None) -> Facts:
@@ -339,8 +357,8 @@ def _in_codes(
         return Transform(init, averaging(exactly), compressed, local, facts=facts)
     if gather_feedback is not None:
         return Transform(init, unchanged, compressed, unchanged, facts=facts)
-    rule = CompressedAverage(axis, codec, feedback, layout, servers)
-    return Transform(init, unchanged, Step(rule, compressed), unchanged, facts=facts)
+    rule = CompressedAverage(axis, codec, feedback, layout, servers, compressed)
+    return Transform(init, unchanged, rule, unchanged, facts=facts)
 
 
 def _in_order(updates: Tree, params: Tree) -> Tree:

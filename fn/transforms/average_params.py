@@ -17,10 +17,8 @@ from torch import Tensor
 from fn import roles, tree
 from fn.base import (
     Exchange,
-    Facts,
     Phase,
     Round,
-    Step,
     Transform,
     UpdateFn,
     check_params,
@@ -131,7 +129,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         fine = found_alike(fine, axes) if axes else fine
         return moves, state._replace(inner=inner_state, fine=fine)
 
-    def alone_by(update: UpdateFn) -> Step:
+    def alone_by(update: UpdateFn) -> OuterLocal:
         def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
             check_state(state, AverageParamsState)
             check_params(params)
@@ -139,7 +137,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
             dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
             return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
-        return Step(OuterLocal(update, alone_by), local)
+        return OuterLocal(update, alone_by, (), {"sync": sync}, local)
 
     def averaged(number: int, params: Tree, state: AverageParamsState) -> tuple[Tree, AverageParamsState]:
         if number >= len(AVERAGED):
@@ -172,9 +170,8 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
 
     alone = alone_by(inner_update)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
-    facts = merged(Facts(local_params=True), facts_of(inner), facts_of(sync))
-    rule = PlainWarmup(inner.warmup_update)
-    together = Step(rule, warmup, lambda state, read: check_alike(read(state.alone)))
+    facts = merged(facts_of(inner), facts_of(sync))
+    together = PlainWarmup(inner.warmup_update, warmup)
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 
 

@@ -19,7 +19,6 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -139,8 +138,7 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
 
 
 def _reads_params(update: UpdateFn) -> bool:
-    rules = [link.update.rule if isinstance(link.update, Step) else None for link in links_of(update)]
-    return not all(isinstance(rule, CompressedAverage) for rule in rules)
+    return not all(isinstance(link.update, CompressedAverage) for link in links_of(update))
 
 
 def _of_length(sync: Callable[[int], Transform]) -> Callable[[int], Transform]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Step, Transform, check_number
+from fn.base import Facts, Transform, UpdateFn, check_number
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.primitives import pmean
 from fn.errors import expected
@@ -22,6 +22,11 @@ class ClipByNorm(NamedTuple):
     """The rule u min(1, max_norm / |u|), with the norm over all leaves."""
 
     max_norm: float
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
+        return self.run(updates, state, params)
 
 
 def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Transform:
@@ -61,9 +66,9 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
         factor = factor + (square - square)  # NaN for what overflows, which would become zero, unnoticed
         return apply(rules.scaled, (updates,), factor, wide=True)  # rounded once: the norm stays what is asked for
 
-    rule = ClipByNorm(max_norm)
+    own, of_all = ClipByNorm(max_norm, by_rank), ClipByNorm(max_norm, shared)
     facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",), tree=("clip_by_global_norm",))
-    return Transform(lambda params: (), Step(rule, by_rank), Step(rule, shared), Step(rule, by_rank), facts=facts)
+    return Transform(lambda params: (), own, of_all, own, facts=facts)
 
 
 def squared_norm(updates: Tree) -> Tensor:

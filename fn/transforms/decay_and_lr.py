@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Step, Transform, check_number, check_params, lift
+from fn.base import Transform, check_number, check_params, lift, says
 from fn.errors import expected
 from fn.kernels import rules
 from fn.transforms.leafwise import apply
@@ -17,10 +17,19 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
+@says(name="add_decayed_weights", is_fresh=True)
 class Decay(NamedTuple):
     """The rule u + weight_decay p."""
 
     weight_decay: float
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
+        return self.applied(updates, params), state
+
+    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Take the step in the memory of the updates."""
+        return self.applied(updates, params, out=updates), state
 
     def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
         """Return what becomes of the updates. out: as for `leafwise.apply`."""
@@ -31,12 +40,21 @@ class Decay(NamedTuple):
         return apply(rules.decayed, (updates, params), self.weight_decay, out=out)
 
 
+@says(name="scale_by_learning_rate", is_fresh=True)
 class Rate(NamedTuple):
     """The rule -lr u."""
 
     lr: float | Tensor
 
-    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
+        return self.applied(updates), state
+
+    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Take the step in the memory of the updates."""
+        return self.applied(updates, out=updates), state
+
+    def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
         """Return what becomes of the updates. out: as for `leafwise.apply`."""
         tree.check_real(updates, "updates")
         return apply(rules.scaled, (updates,), -self.lr, out=out)
@@ -68,12 +86,7 @@ def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transfor
     if cautious:
         return lift(lambda params: (), cautiously, elementwise=True)
 
-    rule = Decay(weight_decay)
-
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return rule.applied(updates, params), state
-
-    return lift(lambda params: (), Step(rule, update), elementwise=True)
+    return lift(lambda params: (), Decay(weight_decay), elementwise=True)
 
 
 def check_decay(weight_decay: float) -> None:
@@ -109,10 +122,4 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     Raises: ValueError if lr is negative or not finite, or a tensor with a dimension.
     """
     check_rate(lr)
-
-    rule = Rate(lr)
-
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return rule.applied(updates, params), state
-
-    return lift(lambda params: (), Step(rule, update), elementwise=True)
+    return lift(lambda params: (), Rate(lr), elementwise=True)

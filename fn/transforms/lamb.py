@@ -14,7 +14,6 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_arguments,
@@ -26,6 +25,7 @@ from fn.base import (
     lift,
     merged,
     missing,
+    says,
 )
 from fn.errors import expected
 from fn.kernels import layout, reference, rules
@@ -72,11 +72,20 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
+@says(name="scale_by_trust_ratio", is_fresh=True)
 class TrustRatio(NamedTuple):
     """The rule of `scale_by_trust_ratio`."""
 
     min_coeff: float
     max_coeff: float
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
+        return self.applied(updates, params), state
+
+    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Take the step in the memory of the updates."""
+        return self.applied(updates, params, out=updates), state
 
     def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
         """Return what becomes of the updates. out: as for `leafwise.apply`."""
@@ -103,17 +112,12 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2.
     """
     _check_bounds(min_coeff, max_coeff)
-
     rule = TrustRatio(min_coeff, max_coeff)
-
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return rule.applied(updates, params), state
-
-    return lift(lambda params: (), Step(rule, update))._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
+    return lift(lambda params: (), rule)._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
 
 
 class LambHyper(NamedTuple):
-    """Hyper-parameters of 1-bit LAMB for one tensor, and the rule of its warm-up; see `scale_by_onebit_lamb`."""
+    """Hyper-parameters of 1-bit LAMB for one tensor; see `scale_by_onebit_lamb`."""
 
     b1: float
     b2: float
@@ -127,6 +131,17 @@ class LambHyper(NamedTuple):
     factor_threshold: float
 
 
+class LambWarmup(NamedTuple):
+    """The rule of a warm-up step of `scale_by_onebit_lamb`."""
+
+    hyper: LambHyper
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+
 class OnebitLamb(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_lamb`. average: the momentum's."""
 
@@ -134,6 +149,11 @@ class OnebitLamb(NamedTuple):
     keep_zeros: bool
     average: UpdateFn
     max_step: float
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 def scale_by_onebit_lamb(
@@ -198,9 +218,8 @@ def scale_by_onebit_lamb(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
     tx = onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros, max_step=max_step)
-    rule = OnebitLamb(hyper, keep_zeros, sync.compressed_update, limit_of(max_step))
-    compressed = Step(rule, tx.compressed_update)
-    return tx._replace(warmup_update=Step(hyper, tx.warmup_update), compressed_update=compressed)
+    compressed = OnebitLamb(hyper, keep_zeros, sync.compressed_update, limit_of(max_step), tx.compressed_update)
+    return tx._replace(warmup_update=LambWarmup(hyper, tx.warmup_update), compressed_update=compressed)
 
 
 def onebit_lamb_by_tensor(

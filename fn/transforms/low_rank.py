@@ -15,7 +15,6 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -26,6 +25,7 @@ from fn.base import (
     facts_of,
     merged,
     missing,
+    says,
     unchanged,
 )
 from fn.collectives import primitives
@@ -65,10 +65,16 @@ class LowRankState(NamedTuple):
     mean: tuple[Tree, Tree]
 
 
+@says(name="low_rank_average", is_fresh=True)
 class LowRankAverage(NamedTuple):
     """The rule of `low_rank_average`. axis: its argument."""
 
     axis: AxisNames
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the mean of the updates, and the next state."""
+        return self.run(updates, state, params)
 
 
 class _Plan(NamedTuple):
@@ -283,7 +289,7 @@ def low_rank_average(
                     q_after[i], outs[i] = found[0], found[1].view(leaves[i].shape)
             return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(q_after), state.mean)
 
-        return Step(LowRankAverage(axis), update)
+        return LowRankAverage(axis, update)
 
     said = [] if mean is None else [facts_of(mean)]
     facts = merged(facts_of(exact), *said, Facts(whole=("low_rank_average",)))

@@ -13,7 +13,6 @@ from fn.base import (
     Facts,
     NewParams,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     apply_updates,
@@ -21,6 +20,7 @@ from fn.base import (
     check_params,
     check_state,
     combine,
+    says,
     unchanged,
 )
 from fn.compiling import own_code
@@ -165,7 +165,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                     return NewParams(_put(params, new_params)), after
                 return _put(updates, moves), after
 
-            return Step(Partitioned(update_of, of), own_code(update))
+            return Partitioned(update_of, of, own_code(update))
 
         return of(dict(zip(transforms, updates_of, strict=True)))
 
@@ -211,11 +211,21 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
         raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
 
 
+@says(hands_down=True)
 class Partitioned(NamedTuple):
     """The rule of `partition`. update_of: of each label. of: partitions others in the same way."""
 
     update_of: Mapping[str, UpdateFn]
     of: Callable[[Mapping[str, UpdateFn]], UpdateFn]
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the updates of the labels return, and their states."""
+        return self.run(updates, state, params)
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the partition into what f makes of each update."""
+        return self.of({label: f(one) for label, one in self.update_of.items()})
 
 
 Labels = Tree | Callable[[Tree], Tree] | None

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from fn import tree
-from fn.base import ELEMENTWISE, Phase, Step, Transform, UpdateFn, check_interval, check_state, lift, missing
+from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_interval, check_state, lift, missing, says
 from fn.errors import expected
 from fn.kernels import rules
+from fn.kernels.flags import known
 from fn.roles import declare
 from fn.transforms.adam import moving_average, zero_moments
 from fn.transforms.leafwise import apply
+from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
@@ -22,11 +26,36 @@ class MomentumState(NamedTuple):
     mu: Tree
 
 
+@says(name="trace")
 class Trace(NamedTuple):
     """The rule of `trace`, with its arguments."""
 
     decay: float
     nesterov: bool
+
+    @property
+    def is_fresh(self) -> bool:
+        """Return whether the updates that it returns are not its momentum."""
+        return self.nesterov
+
+    def __call__(self, updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
+        """Return what becomes of the updates, and the state with the next momentum."""
+        check_state(state, MomentumState)
+        tree.check_updates(updates, state.mu)
+        mu = self.moved(updates, state.mu)
+        return self.direction(updates, mu), MomentumState(mu)
+
+    def late(self, updates: Tree, state: MomentumState) -> tuple[Tree, Callable[[], None]] | None:
+        """Return what becomes of the updates, in the memory where the next momentum was formed, and what writes that.
+
+        A momentum is as cheap to form once more as to copy. None: it is not finite, and the step may be skipped.
+        """
+        check_state(state, MomentumState)
+        tree.check_updates(updates, state.mu)
+        mu = self.moved(updates, state.mu)
+        if not known(all_finite(tree.leaves(mu))):
+            return None
+        return self.direction(updates, mu, out=mu), partial(self.moved, updates, state.mu, state.mu)
 
     def moved(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
         """Return the next momentum. out: as for `leafwise.apply`."""
@@ -62,15 +91,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     if not isinstance(nesterov, bool):
         raise TypeError(expected("nesterov", "True or False", f"{nesterov!r}"))
 
-    rule = Trace(decay, nesterov)
-
-    def update(updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
-        check_state(state, MomentumState)
-        tree.check_updates(updates, state.mu)
-        mu = rule.moved(updates, state.mu)
-        return rule.direction(updates, mu), MomentumState(mu)
-
-    return lift(lambda params: MomentumState(zero_moments(params)), Step(rule, update), elementwise=True)
+    return lift(lambda params: MomentumState(zero_moments(params)), Trace(decay, nesterov), elementwise=True)
 
 
 @declare(rank_local=("mu",), first_moment=("mu",))

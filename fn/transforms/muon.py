@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Step, Transform, chain, check_number, lift
+from fn.base import Facts, Transform, chain, check_number, lift, says
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise
@@ -135,12 +135,10 @@ def orthogonalize(
         check_matrices(params, flatten)
         return ()
 
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return rule.applied(updates, params), state
-
-    return lift(init, Step(rule, update))._replace(facts=Facts(whole=("orthogonalize",)))
+    return lift(init, rule)._replace(facts=Facts(whole=("orthogonalize",)))
 
 
+@says(name="orthogonalize", is_fresh=True)
 class NewtonSchulz(NamedTuple):
     """How matrices are made orthogonal. triples: of each iteration. Others: as for `scale_by_muon`."""
 
@@ -149,10 +147,15 @@ class NewtonSchulz(NamedTuple):
     scale: Scale
     dtype: torch.dtype | None
 
-    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: the updates themselves, to write into them."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
         leaves, structure = tree.flatten(updates)
-        return tree.unflatten(structure, orthogonal(leaves, self, in_place=out is not None))
+        return tree.unflatten(structure, orthogonal(leaves, self)), state
+
+    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Take the step in the memory of the updates."""
+        leaves, structure = tree.flatten(updates)
+        return tree.unflatten(structure, orthogonal(leaves, self, in_place=True)), state
 
 
 def newton_schulz(

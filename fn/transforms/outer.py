@@ -9,7 +9,7 @@ anchor x                 the params that all ranks agreed on last
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,6 @@ from fn.base import (
     Facts,
     Phase,
     Round,
-    Step,
     Transform,
     UpdateFn,
     apply_updates,
@@ -31,6 +30,7 @@ from fn.base import (
     check_state,
     facts_of,
     merged,
+    says,
 )
 from fn.collectives.agreement import device_of, true_on_all
 from fn.collectives.axis import current_binding
@@ -102,24 +102,54 @@ class OuterWarmup(NamedTuple):
     """The rule of a warm-up step; the anchor is set to the params after it. inner: the inner optimizer's update."""
 
     inner: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+    def check(self, state: OuterState, read: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a state in which the ranks went their own ways."""
+        check_alike(read(state.alone))
 
 
 class PlainWarmup(NamedTuple):
     """The rule of a warm-up step without an anchor. inner: the inner optimizer's update."""
 
     inner: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+    def check(self, state: Tree, read: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a state in which the ranks went their own ways."""
+        check_alike(read(state.alone))
 
 
+@says(hands_down=True)
 class OuterLocal(NamedTuple):
     """The rule of a local step, which is left out if it is not finite.
 
-    inner: the inner optimizer's update. of: makes the same step of another update of the inner optimizer. inside: the
-    axes over which it communicates, whose ranks leave out a step together.
+    inner: the inner optimizer's update. of: makes the same step of another update of the inner optimizer. together: the
+    axes over which it communicates, whose ranks leave out a step together. settings: of the exchange, for ranks to
+    compare.
     """
 
     inner: UpdateFn
-    of: Callable[[UpdateFn], Step]
-    inside: tuple[str, ...] = ()
+    of: Callable[[UpdateFn], UpdateFn]
+    together: tuple[str, ...]
+    settings: Mapping[str, Any]
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the same step of what f makes of the inner update."""
+        return self.of(f(self.inner))
 
 
 def outer(
@@ -197,6 +227,16 @@ def outer(
     shards = facts_of(inner).shards
     island = (*shards, *inside)  # whose ranks leave out steps together; a mean may travel while `inside` is in use
 
+    settings = {
+        "outer_tx": outer_tx,
+        "sync": sync,
+        "fragments": fragments,
+        "alpha": alpha,
+        "store": store,
+        "on_skip": on_skip,
+        "guard": guard,
+    }
+
     def as_anchor(x: Tensor) -> Tensor:
         return x.to(host, dtype or torch.promote_types(x.dtype, torch.float32))
 
@@ -213,7 +253,10 @@ def outer(
         sync_states = tuple(sync.init(part) if part else () for part in parts)
         begun = tuple(torch.zeros((), dtype=torch.bool, device=device) if part else () for part in parts)
         guards = () if guard is None else tuple(norm_guard.start(guard, device) if part else () for part in parts)
-        states = inner.init(params), anchor, pending, outer_states, sync_states
+        inner_state = inner.init(params)
+        if inside:  # the ranks of an island take one and the same step
+            roles.check_same_params(inner_state, f" of {', '.join(map(repr, inside))}, which are an island")
+        states = inner_state, anchor, pending, outer_states, sync_states
         return OuterState(*states, alone, dropped, left_out, begun, guards)
 
     def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
@@ -229,14 +272,14 @@ def outer(
         anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
         return moves, state._replace(inner=inner_state, anchor=anchor)
 
-    def alone_by(update: UpdateFn) -> Step:
+    def alone_by(update: UpdateFn) -> OuterLocal:
         def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
             updates, params = check_arguments(updates, state, params, OuterState, "anchor")
             moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
             dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
             return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
-        return Step(OuterLocal(update, alone_by, inside), local)
+        return OuterLocal(update, alone_by, inside, settings, local)
 
     def alike(x: Tensor) -> Tensor:
         """Return what the ranks of an island have alike, which vmap cannot know."""
@@ -343,9 +386,9 @@ def outer(
 
     alone = alone_by(inner.update(inner_phase))
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if inner_phase in inner.needs_warmup else frozenset[Phase]()
-    facts = merged(Facts(local_params=True, inside=inside), *map(facts_of, (inner, outer_tx, sync)))
+    facts = merged(Facts(inside=inside), *map(facts_of, (inner, outer_tx, sync)))
     facts = facts if guard is None else merged(facts, Facts(whole=("norm_guard",), tree=("norm_guard",)))
-    together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
+    together = OuterWarmup(inner.warmup_update, warmup)
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 
 
@@ -396,9 +439,9 @@ def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]]
     """
     update = original(outer_tx.local_update)
     *front, last = update.links if isinstance(update, Chained) else [update]
-    if not (isinstance(last, Step) and isinstance(last.rule, Rate)):  # in a chain inside of the chain
+    if not isinstance(last, Rate):  # in a chain inside of the chain
         return lambda means, state, params: _leaves_first(outer_tx.local_update(means, state, params))
-    lr = last.rule.lr
+    lr = last.lr
 
     def move(means: list[Tensor], state: Tree, params: list[Tensor]) -> tuple[list[Tensor], Tree]:
         directions, after = _leaves_first(Chained((*front,))(means, state[:-1], params)) if front else (means, ())

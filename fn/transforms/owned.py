@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -84,7 +83,16 @@ class Owned(NamedTuple):
     """The rule of a step of `owned`. inner: the inner update. of: makes the same step of another inner update."""
 
     inner: UpdateFn
-    of: Callable[[UpdateFn], Step]
+    of: Callable[[UpdateFn], UpdateFn]
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates of all owners, and the next state."""
+        return self.run(updates, state, params)
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the same step of what f makes of the inner update."""
+        return self.of(f(self.inner))
 
 
 def owned(
@@ -127,9 +135,9 @@ def owned(
             squared times the larger, of vectors their elements. Tensors of a shape are spread evenly, so that each
             owner has a batch of them.
     Returns: a transform with a warm-up and a compressed phase and an `OwnedState`.
-    Raises: ValueError if inner communicates over `axis`, needs all tensors (see `fn.Facts`), has rounds or lets each
-        rank go to params of its own; TypeError for an axis that is no name, and from init for DTensors; from init, if
-        the ranks disagree; from the update, if the state belongs to other params or another number of ranks.
+    Raises: ValueError if inner communicates over `axis`, needs all tensors (see `fn.Facts`), or has rounds; TypeError
+        for an axis that is no name, and from init for DTensors; from init, if inner lets each rank go to params of its
+        own, or the ranks disagree; from the update, if the state belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.1, by tensors in place of pieces.
     Differs: an owner has whole tensors, so that shares are as equal as costs of tensors allow; a tensor that is larger
@@ -159,6 +167,7 @@ def owned(
         check_agreement(axis, fields, device_of(params))
         own = _own(leaves, owners, axis)
         state = inner.init(tree.unflatten(structure, [x.clone() for x in own]))
+        roles.check_same_params(state)
         # labels that are made from sizes would be others where tensors have no elements
         check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
         errors = ErrorFeedbackState(errors_of(leaves, there), tuple(() for _ in leaves))
@@ -170,7 +179,7 @@ def owned(
     def step(phase: Phase) -> UpdateFn:
         inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
 
-        def by(move: UpdateFn) -> Step:
+        def by(move: UpdateFn) -> Owned:
             def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
                 check_state(state, OwnedState)
                 check_params(params)
@@ -197,7 +206,7 @@ def owned(
                 errors = state.errors._replace(worker=worker)
                 return tree.unflatten(structure, found), OwnedState(inside, errors, of_owners, state.owners)
 
-            return Step(Owned(move, by), own_code(update))
+            return Owned(move, by, own_code(update))
 
         return by(getattr(inner, f"{inner_phase.value}_update"))
 
@@ -217,8 +226,6 @@ def _check_inner(inner: Any, axis: Any) -> None:
         wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"
         cure = "make it without an axis; fn.owned averages the gradients"
         raise ValueError(expected("inner", wanted, "a link that does", cure))
-    if facts.local_params:
-        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
     if facts.tree:
         got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
         cure = (

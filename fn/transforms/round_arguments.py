@@ -12,7 +12,6 @@ from fn import tree
 from fn.base import (
     Guarded,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_interval,
@@ -86,7 +85,7 @@ def check_inner(inner: Any, sync: Any = None) -> None:
         wanted = f"no communication over an axis {whose}"
         cure = cure.replace("nothing", "nothing to other islands") + "; within an island give it an axis of its own"
         raise ValueError(expected("inner", wanted, f"one over {_named(facts.axes)}", cure))
-    if facts.local_params or facts.unequal:
+    if facts.unequal:
         wanted = f"params that are the same on all ranks of {_named(facts.axes)}, which are an island"
         raise ValueError(expected("inner", wanted, "each rank's own"))
     if local_phase(inner) is Phase.COMPRESSED and _is_quiet(inner):
@@ -109,7 +108,7 @@ def _is_quiet(inner: Transform) -> bool:
     """Tell whether the compressed phase is the warm-up without its averages."""
     warm, compressed = (_links(update) for update in (inner.warmup_update, inner.compressed_update))
     places = {id(update) for update in compressed}
-    lost = [x for x in warm if isinstance(x, Step) and isinstance(x.rule, Average) and id(x) not in places]
+    lost = [x for x in warm if isinstance(x, Average) and id(x) not in places]
     return bool(lost) and places <= {id(update) for update in warm}
 
 
@@ -126,7 +125,7 @@ def check_outer_tx(outer_tx: Any) -> None:
         cure = "all ranks take the outer step alike; sync is what communicates"
         raise ValueError(expected("outer_tx", "no communication over an axis", f"one over {_named(axes)}", cure))
     last = links_of(outer_tx.local_update)[-1:] if has_phase(outer_tx, Phase.LOCAL) else []
-    if not last or not isinstance(last[0].update, Step) or not isinstance(last[0].update.rule, Rate):
+    if not last or not isinstance(last[0].update, Rate):
         got = name_of(last[0].update) if last else "none in its local phase"
         cure = "write fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))"
         raise ValueError(expected("outer_tx", "scale_by_learning_rate as the last link", got, cure))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Step, Transform, check_interval, check_number, lift, stateless
+from fn.base import Facts, Transform, check_interval, check_number, lift, says, stateless
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise, peaks
@@ -18,10 +18,19 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
+@says(name="scale_by_shape", is_fresh=True)
 class ByShape(NamedTuple):
     """The rule of `scale_by_shape`."""
 
-    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what becomes of the updates, and the state."""
+        return self.applied(updates), state
+
+    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Take the step in the memory of the updates."""
+        return self.applied(updates, out=updates), state
+
+    def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
         """Return what becomes of the updates. out: the updates themselves, to write into them."""
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
@@ -110,10 +119,4 @@ def scale_by_shape() -> Transform:
 
     Paper: Ahn et al., Dion (arXiv 2504.05295), section 3.2; n / m is fan-out / fan-in of a linear layer's weight.
     """
-
-    rule = ByShape()
-
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return rule.applied(updates, params), state
-
-    return lift(lambda params: (), Step(rule, update))._replace(facts=Facts(whole=("scale_by_shape",)))
+    return lift(lambda params: (), ByShape())._replace(facts=Facts(whole=("scale_by_shape",)))

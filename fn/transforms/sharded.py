@@ -31,7 +31,6 @@ from fn import roles, tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_interval,
@@ -92,6 +91,11 @@ class Sharded(NamedTuple):
     rules: Rules
     inner: UpdateFn
     codes: bool
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates of all shards, and the next state."""
+        return self.run(updates, state, params)
 
 
 class Rules(NamedTuple):
@@ -163,8 +167,6 @@ def _check_inner(inner: Any, axis: AxisNames) -> None:
         wanted = f"no communication over the axis {shared[0]!r}, on which every rank has another shard"
         cure = "make it without an axis, such as fn.adamw(lr); fn.sharded averages the gradients"
         raise ValueError(expected("inner", wanted, "a link that does", cure))
-    if facts.local_params:
-        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
     if facts.whole:
         got = f"{', '.join(facts.whole)}, which would see this rank's shard only"
         cure = "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded; give mask and partition a "
@@ -219,9 +221,9 @@ def sharded(
             rests after the warm-up this is 1-bit Adam; see `sharded_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase and a `ShardedState`.
     Raises: ValueError if the layout or the momentum is not one, if inner communicates over `axis`, holds a link that
-        needs whole tensors (see `fn.Facts`) or lets each rank go to params of its own, or if gather_feedback is given
-        together with momentum, whose second half has the server errors; from init, if the ranks disagree; from the
-        update, if the state belongs to other params or another number of ranks.
+        needs whole tensors (see `fn.Facts`), or if gather_feedback is given together with momentum, whose second half
+        has the server errors; from init, if inner lets each rank go to params of its own, or the ranks disagree; from
+        the update, if the state belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
         4.1 and 4.3, for codes in both halves.
@@ -257,7 +259,9 @@ def sharded(
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(start_exchange(x, bucket, rules))
         place = torch.stack([index, torch.tensor(axis_size(axis), dtype=torch.int64, device="cpu")])
-        state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
+        inner_state = inner.init(as_inner(structure, owned))
+        roles.check_same_params(inner_state)
+        state = _state(inner_state, masters, kept, place)
         if isinstance(axis, str):
             paths = tree.paths(params) if layout == "per_tensor" else None
             reshapes.say((state, _moves(state, leaves, paths, rules)))
@@ -300,7 +304,7 @@ def sharded(
                 masters.append(value if sends_params else ())
             return layouts.restore(structure, new_leaves), _state(inside, masters, kept, state.place)
 
-        return Step(Sharded(rules, move, phase is Phase.COMPRESSED), update)
+        return Sharded(rules, move, phase is Phase.COMPRESSED, update)
 
     local = missing(Phase.LOCAL, "a sharded optimizer")
     facts = merged(facts_of(inner), Facts(names(axis)))

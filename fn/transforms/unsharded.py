@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import (
     Facts,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -82,6 +81,16 @@ class Unsharded(NamedTuple):
     """The rule of a step of `unsharded`. axis: over which the tensors are divided."""
 
     axis: str
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return this rank's pieces of the updates, and the next state."""
+        return self.run(updates, state, params)
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """Return the axes whose ranks leave out a step together."""
+        return (self.axis,)
 
 
 def unsharded(
@@ -151,6 +160,7 @@ def unsharded(
         check_agreement(axis, fields, device_of(params))
         wholes = _own(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
         state = inner.init(tree.unflatten(structure, wholes))
+        roles.check_same_params(state)
         worker, server = [], []
         for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
             sends = cut is not None and not there.exact
@@ -183,7 +193,7 @@ def unsharded(
             errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
             return tree.unflatten(structure, found), state._replace(inner=inside, errors=errors)
 
-        return Step(Unsharded(axis), own_code(update))
+        return Unsharded(axis, own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
@@ -221,8 +231,6 @@ def _check(inner: Any, shards: Any) -> None:
     if shards.axis in facts.axes + facts.shards:
         wanted = f"no communication over the axis {shards.axis!r}, on which every rank owns other tensors"
         raise ValueError(expected("inner", wanted, "a link that does"))
-    if facts.local_params:
-        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
     if facts.tree:
         got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
         raise ValueError(expected("inner", "links that treat each tensor by itself", got))

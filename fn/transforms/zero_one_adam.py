@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from fn import tree
 from fn.base import (
     NewParams,
     Phase,
-    Step,
     Transform,
     UpdateFn,
     check_arguments,
@@ -100,12 +100,26 @@ class VarianceStep(NamedTuple):
     """The rule of a variance step, with an anchor."""
 
     hyper: ZeroOneAdam
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
+
+    def check(self, state: ZeroOneAdamState, read: Callable[[Tensor], Tensor]) -> None:
+        """Refuse a state with local steps that were not synchronised."""
+        check_synchronised(read(state.elapsed))
 
 
 class LocalStep(NamedTuple):
     """The rule of a local step, with an anchor; the decay comes with the synchronisation."""
 
     hyper: ZeroOneAdam
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 class SynchronisingStep(NamedTuple):
@@ -113,6 +127,11 @@ class SynchronisingStep(NamedTuple):
 
     hyper: ZeroOneAdam
     average: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the update and the next state."""
+        return self.run(updates, state, params)
 
 
 def scale_by_zero_one_adam(
@@ -273,17 +292,15 @@ def scale_by_zero_one_adam(
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # nu stays as the last variance step left it
     plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
-    of_kernels = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
-    variance = of_kernels if plain else warmup
+    variance = VarianceStep(hyper, warmup) if plain else warmup
     facts = facts_of(sync)._replace(unclamped=limit == math.inf)
-    local_facts = facts._replace(local_params=True)
     if compress == "gradients":
         alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
         return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=facts)
     if not plain:
-        return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=local_facts)
-    agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
-    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=local_facts)
+        return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=facts)
+    agreed = SynchronisingStep(hyper, sync.compressed_update, synchronise)
+    return Transform(init, variance, agreed, LocalStep(hyper, local), needs_warmup=frozen, facts=facts)
 
 
 def check_synchronised(elapsed: Tensor) -> None:

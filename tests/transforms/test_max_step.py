@@ -54,8 +54,8 @@ def test_no_element_moves_further_than_max_step(name: str) -> None:
     Differs: fn.transforms.adam.scale_by_onebit_adam: The step of the compressed phase is clamped to `max_step`.
     Differs: fn.optimizers.onebit_adam: The step of the compressed phase is clamped to `max_step`.
     Differs: fn.optimizers.sharded_onebit_adam: The step of the compressed phase is clamped to `max_step`.
-    Differs: fn.optimizers.onebit_lamb: with a `max_step` the direction of the compressed phase is clamped, before decay
-        and norms.
+    Differs: fn.lamb_optimizers.onebit_lamb: with a `max_step` the direction of the compressed phase is clamped, before
+        decay and norms.
     """
     moves = {}
     for limit in (None, 1.0, 0.25):
@@ -81,8 +81,8 @@ def test_the_momentum_of_a_synchronising_step_is_that_of_the_clamped_one() -> No
     """
     Differs: fn.transforms.zero_one_adam.scale_by_zero_one_adam: A synchronising step is clamped to `max_step`, and the
         momentum is rebuilt from the clamped step.
-    Differs: fn.optimizers.zero_one_adam: a synchronising step is clamped to `max_step`, and the momentum is rebuilt
-        from the clamped step.
+    Differs: fn.zero_one_optimizers.zero_one_adam: a synchronising step is clamped to `max_step`, and the momentum is
+        rebuilt from the clamped step.
     """
     before, state, step = frozen(partial(fn.zero_one_adam, max_step=0.5), SLEEPS)
     after, state = step(before, state, torch.ones(WORLD, len(SLEEPS)))

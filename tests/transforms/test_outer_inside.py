@@ -396,7 +396,7 @@ def test_the_axis_of_an_inner_is_another_one_or_it_is_refused_by_name() -> None:
         (fn.chain(fn.pair_average("data"), rate), "params that are the same on all ranks of 'data'"),
     ]:
         with pytest.raises(ValueError, match=f"^inner: expected .*{text}"):
-            fn.outer(inner, rate, mean("islands"))
+            fn.outer(inner, rate, mean("islands")).init(torch.ones(2))
     with pytest.raises(ValueError, match=r"guard: expected None, but got one beside an inner .* over 'data'"):
         fn.outer(fn.muon(axis="data"), rate, mean("islands"), guard=fn.norm_guard())
     facts = fn.outer(fn.muon(axis="data"), rate, mean("islands")).facts

@@ -23,7 +23,7 @@ from fn.errors import RefusedByAll, expected
 from fn.kernels import rules
 from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
-from fn.transforms.average import CodedAverageState, average
+from fn.transforms.average import average
 from fn.transforms.clip import clip_by_global_norm
 
 Tree = Any
@@ -92,7 +92,7 @@ def without_average(binding: Binding, phase: Phase, axis: str | None, states: Tr
 
 
 def _is_coded(phase: Phase, states: Tree) -> bool:
-    return phase is Phase.WARMUP and bool(tree.instances(states, CodedAverageState))
+    return phase is Phase.WARMUP and bool(roles.find(states, "warmup_errors"))
 
 
 def _have_their_own(state: Tree) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from fn.adapters.optim.core import LOCAL_STEP_TAKEN, Core, Unit
 from fn.adapters.optim.groups import groups_of, names_of
 from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
-from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
+from fn.collectives.agreement import check_agreement, describe, describe_numbers, differences, gather_values
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
+from fn.inplace.match import registered
 from fn.kernels import flags
 from fn.roles import SAME
 
@@ -60,7 +61,7 @@ def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, ob
     Raises: `RanksDisagree`, on every rank.
     """
     groups = groups_of(params)
-    fields: dict[str, object] = {"number of param groups": len(groups)}
+    fields: dict[str, object] = {"number of param groups": len(groups), "steps taken in place": registered()}
     for g, group in enumerate(groups):
         named = [p if isinstance(p, tuple) else (None, p) for p in group["params"]]
         fields[f"number of parameters in group {g}"] = len(named)
@@ -96,7 +97,7 @@ def check_accepted(
 
 
 def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
-    """Refuse a unit whose numbers differ between ranks that are to train one model.
+    """Refuse a unit whose settings or numbers differ between ranks that are to train one model.
 
     Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise
     what no class of the state names in `rank_local`. Not looked at are axes that the transform does not communicate
@@ -114,9 +115,18 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
     _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
     marks = tree.by_path(roles.kinds(unit.state))
     same = {path: leaf for path, leaf in tree.by_path(unit.state).items() if marks[path] == SAME}
-    fields = {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
+    fields = {f"{name} of param group {place}": text for name, text in _settings(unit.hyper)}
+    fields |= {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
     device = device_among(unit.groups)
     compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
+
+
+def _settings(hyper: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a param group was made of, as text."""
+    for name, value in hyper.items():
+        for part, text in describe(value).items():
+            inner = part.partition(".")[2]
+            yield (f"{name}.{inner}" if inner else name), text
 
 
 def check_islands(core: Core) -> None:

@@ -1,0 +1,105 @@
+"""Steps of `outer` and `average_params` in place: their inner optimizer's links stand in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Guarded, links_of
+from fn.collectives.agreement import device_of, true_on_all
+from fn.inplace.links import Descent, MatchedChain
+from fn.inplace.match import matched, register
+from fn.inplace.protocol import InPlace, Staged
+from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
+from fn.transforms.round_arguments import narrows
+
+Tree = Any
+
+
+def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
+    """Return how a warm-up step is staged, behind which the anchor is the params."""
+    inner = _inner(rule, chain)
+    if isinstance(inner, str):
+        return inner
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
+        own: OuterState = chain.link.state(state)
+        if _anchor_is_narrower(own, params):
+            return None
+        step = inner.stage(updates, state, params)
+        return None if step is None else _with_anchor(step, own, params)
+
+    return inner._replace(stage=stage)
+
+
+def plain_warmup(rule: PlainWarmup, chain: MatchedChain) -> InPlace | str:
+    """Return how a warm-up step without an anchor is staged: as the inner optimizer's."""
+    return _inner(rule, chain)
+
+
+def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
+    """Return how a local step is staged."""
+    inner = _inner(rule, chain)
+    if isinstance(inner, str):
+        return inner
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
+        step = inner.stage(updates, state, params)
+        if step is None:
+            return None
+        if rule.together:  # as the pure step does, which other ranks of the island may take
+            ok = step.ok if isinstance(step.ok, Tensor) else torch.tensor(step.ok, dtype=torch.bool, device="cpu")
+            step = step._replace(ok=true_on_all(ok, rule.together, device_of(params)))
+        return _alone(step, chain.link.state(state))
+
+    return inner._replace(stage=stage)
+
+
+def _inner(rule: OuterWarmup | PlainWarmup | OuterLocal, chain: MatchedChain) -> InPlace | str:
+    """Return how the step of the inner optimizer is staged, in the state of the whole."""
+    if chain.descent != Descent(0.0, ()):
+        return "a weight decay or a rate stands behind the local steps, which have their own"
+    assert isinstance(chain.update, Guarded)
+    inner = links_of(rule.inner, (*chain.link.path, 0))  # 0: `inner` of their states
+    return matched(chain.update, [*chain.head.links, *inner], True)
+
+
+def _anchor_is_narrower(state: OuterState, params: Tree) -> bool:
+    """Return whether the anchor may overflow where the params do not, which only the pure step sees."""
+    pairs = zip(tree.leaves(state.anchor), tree.leaves(params), strict=True)
+    return any(narrows(anchor.dtype, p.dtype) for anchor, p in pairs)
+
+
+def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
+    """Let the anchor follow the params."""
+
+    def commit() -> None:
+        step.commit()
+        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
+
+    return step._replace(commit=commit)
+
+
+def _alone(step: Staged, state: OuterState) -> Staged:
+    """Leave out what is not finite, on this rank alone, and count it: no message tells the others."""
+
+    def commit() -> None:
+        state.alone.add_(1)
+        step.commit()
+
+    def drop() -> None:
+        state.alone.add_(1)
+        if step.otherwise is None:
+            state.dropped.add_(1)
+        else:
+            step.otherwise()
+
+    return step._replace(commit=commit, otherwise=drop)
+
+
+register(OuterWarmup, warmup)
+register(PlainWarmup, plain_warmup)
+register(OuterLocal, local, looks=False)
