@@ -119,9 +119,6 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*_momentum()[:2], *_momentum(frozen)[1:], *_DESCENT[:-1], max_step, max_momentum, frozen)
         for frozen, max_step, max_momentum in ((False, math.inf, math.inf), (True, 0.7, math.inf), (True, 0.7, 0.5))
     ],
-    "lamb_moments_": lambda: [
-        (*_momentum()[:2], *_momentum()[1:], b1, 0.99, 3e-2, decay) for b1, decay in ((0.9, 0.1), (0.2, 0.0))
-    ],
     "onebit_lamb_moments_": lambda: [
         (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit, keep)
         for limit, keep in ((0.7, True), (math.inf, False))

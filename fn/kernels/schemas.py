@@ -38,8 +38,6 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         f"{_DESCENT}, float max_momentum, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, float max_momentum, bool frozen) -> ()",
-        "lamb_moments_": "(Tensor[] params, Tensor[] grads, Tensor(a!)[] mu, Tensor(b!)[] nu, float b1, float b2, "
-        "float eps, float weight_decay) -> Tensor",
         "onebit_lamb_moments_": "(Tensor[] params, Tensor[] averages, Tensor scaling, Tensor(a!)[] mu, Tensor[] nu, "
         "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, float max_step, bool keep_zeros) "
         "-> Tensor",

@@ -16,7 +16,6 @@ OF_MODEL = {
     "drift": (0, 3),
     "onebit_adam_": (0, -1),
     "adamw_": (0, 1),
-    "lamb_moments_": (0, 1),
     "onebit_lamb_moments_": (0,),
     "lamb_step_": (0,),
     "largest_magnitude": (0,),

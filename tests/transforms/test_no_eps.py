@@ -89,8 +89,6 @@ def test_the_references_of_kernels_divide_nothing_by_nothing(eps):
     lists = [[torch.ones(2)], [torch.zeros(2)], [torch.zeros(2)], [torch.tensor([0.0, 4.0])]]
     reference.REFERENCES["adamw_"](*lists, 0.9, 0.99, eps, 0.0, 0.1, 1.0, 1.0, math.inf, math.inf, False)
     assert torch.equal(lists[0][0], torch.ones(2))
-    sums = reference.REFERENCES["lamb_moments_"]([torch.ones(2)], *lists[1:], 0.9, 0.99, eps, 0.0)
-    assert sums.isfinite().all()
 
 
 def test_a_gradient_goes_back_through_a_direction_of_zero():

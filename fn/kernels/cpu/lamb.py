@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""LAMB's and 1-bit LAMB's steps on a CPU: one pass over moments, with sums, and one over params.
+"""1-bit LAMB's steps on a CPU: one pass over moments, with sums, and one over params.
 
 Also 0/1 Adam's drift and Adam's direction: all are plain loops over whole blocks.
 """
@@ -17,7 +17,7 @@ from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
 from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import sum_of_squares
-from fn.kernels.cpu.steps import extents, larger_magnitude, moved
+from fn.kernels.cpu.steps import extents, larger_magnitude
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import (
@@ -32,33 +32,6 @@ from fn.kernels.rules import (
     lerp,
     second_moment,
 )
-
-
-@compiled("contract")
-def moments_piece(p, g, mu, nu, b1, b2, rest2, eps, decay, u, count):
-    """Move Adam's moments and write LAMB's direction, decay included."""
-    param, x, m, v, to = floats(p), floats(g), floats(mu), floats(nu), floats(u)
-    for j in range(count):
-        new, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
-        m[j], v[j] = new, square
-        to[j] = decayed(direction(new, square, eps), param[j], decay)
-
-
-@compiled()
-def moments_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, eps, decay, sums, scratch):
-    """Move Adam's moments and add up squares, block by block; sums (blocks, 3) float64."""
-    for k in range(low, high):
-        _, _, length, s, offset = block_of(grid, k)
-        of_p = of_u = of_m = 0.0
-        for i in range(0, length, STEP):
-            at, count = 4 * (offset + i), min(STEP, length - i)
-            p, g, mu, nu = ints(ps)[s] + at, ints(gs)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
-            moments_piece(p, g, mu, nu, b1, b2, rest2, eps, decay, scratch, count)
-            of_p += sum_of_squares(floats(p), count)
-            of_u += sum_of_squares(floats(scratch), count)
-            of_m += sum_of_squares(floats(mu), count)
-        to = doubles(sums)
-        to[3 * k], to[3 * k + 1], to[3 * k + 2] = of_p, of_u, of_m
 
 
 @compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
@@ -162,26 +135,12 @@ def _blocks_of(tensors: Sequence[Tensor]) -> BlockTable:
     return block_table(runs_of_tensors(tensors))
 
 
-def _per_tensor(sums: Tensor, at: BlockTable, *, peaks: bool) -> Tensor:
-    """Return the sums (S, 3) of tensors from those of blocks; peaks: the first one is a largest number."""
+def _per_tensor(sums: Tensor, at: BlockTable) -> Tensor:
+    """Return the largest number and two sums of tensors (S, 3) from those of blocks (blocks, 3)."""
     owner = torch.from_numpy(np.ascontiguousarray(at.table[:, 2]))
     found = sums.new_zeros(at.segments, 3).index_add_(0, owner, sums)
-    if peaks:
-        found[:, 0] = sums.new_zeros(at.segments).scatter_reduce_(0, owner, sums[:, 0], "amax")
+    found[:, 0] = sums.new_zeros(at.segments).scatter_reduce_(0, owner, sums[:, 0], "amax")
     return found
-
-
-def lamb_moments_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float,
-) -> Any:  # fmt: skip
-    """See `reference.steps.lamb_moments_`."""
-    if not plain(params, grads, mu, nu):
-        return NotImplemented
-    at, numbers = _blocks_of(params), map(float, (b1, b2, 1 - b2, eps, weight_decay))
-    sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
-    run(moments_blocks, at, 1, [*params], [*grads], [*mu], [*nu], *numbers, sums, scratch=4 * STEP)
-    return _per_tensor(sums, at, peaks=False)
 
 
 def onebit_lamb_moments_(
@@ -196,7 +155,7 @@ def onebit_lamb_moments_(
     at, numbers = _blocks_of(params), map(float, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
     run(fresh_blocks, at, 1, *map(list, lists), scaling, *numbers, keep_zeros, sums, scratch=12 * STEP)
-    return _per_tensor(sums, at, peaks=True)
+    return _per_tensor(sums, at)
 
 
 def lamb_step_(
@@ -237,7 +196,6 @@ def direction_(x: Tensor, nu: Tensor, eps: float, max_step: float) -> Any:
 
 
 KERNELS = {
-    "lamb_moments_": lamb_moments_,
     "onebit_lamb_moments_": onebit_lamb_moments_,
     "lamb_step_": lamb_step_,
     "drift": drift_,

@@ -231,37 +231,8 @@ def _descend(
     p.copy_(rules.descended(p.to(u.dtype), u, weight_decay, lr))
 
 
-# LAMB and 1-bit LAMB: a step is scaled by sums over a tensor, so that it is two kernels, one for the moments and sums,
+# 1-bit LAMB: a step is scaled by sums over a tensor, so that it is two kernels, one for the moments and sums,
 # one for the params
-
-
-def lamb_moments_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-) -> Tensor:
-    """Move Adam's moments, and return the sums of squares that LAMB's trust ratio and 1-bit LAMB's scaling need.
-
-        mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          u = mu / (sqrt(nu) + eps) + weight_decay p
-
-    Args: params, grads, mu, nu: S tensors each; mu and nu are written.
-    Returns: (S, 3) float64, the sums of squares of p, u and mu.
-
-    A kernel may write zero for a momentum below the smallest normal number, as in `adamw_`.
-    """
-    sums = []
-    for p, g, m, v in zip(params, grads, mu, nu, strict=True):
-        g = g.to(m.dtype)
-        m.copy_(rules.lerp(g, m, b1))
-        v.copy_(rules.second_moment(v, g, b2, 1 - b2))
-        u = rules.decayed(over_root(m, v, eps), p.to(m.dtype), weight_decay)
-        sums.append(torch.stack([_squares(p), _squares(u), _squares(m)]))
-    return _table(sums)
 
 
 def onebit_lamb_moments_(

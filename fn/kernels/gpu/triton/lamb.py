@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""LAMB's and 1-bit LAMB's steps, and 0/1 Adam's drift, in the Triton row: one launch for all tensors of a list.
+"""1-bit LAMB's steps, and 0/1 Adam's drift, in the Triton row: one launch for all tensors of a list.
 
 Tables of addresses and dtypes are as in `steps`. Sums are (3, blocks): a row for each of them. The kernels come first,
 then the functions of the table.
@@ -51,34 +51,6 @@ def write_sums(sums, blocks, a, b, c):
     tl.store(to, a.to(tl.float64))
     tl.store(to + blocks, b.to(tl.float64))
     tl.store(to + blocks + blocks, c.to(tl.float64))
-
-
-@jit
-def moments_block(p, g, mu, nu, b1, b2, rest2, eps, weight_decay, sums, blocks, length, FULL: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """Move the moments; note squares. Behind the end all is zero, with an eps that is not."""
-    i = tl.arange(0, BLOCK)
-    param, x = load(p, i, length, FULL), load(g, i, length, FULL)
-    m = lerp(x, load(mu, i, length, FULL), b1)
-    v = second_moment(load(nu, i, length, FULL), x, b2, rest2)
-    store(mu, i, m, length, FULL)
-    store(nu, i, v, length, FULL)
-    u = tl.where(i < length, decayed(direction(m, v, eps), param, weight_decay), 0.0)
-    write_sums(sums, blocks, tl.sum(param * param), tl.sum(u * u), tl.sum(m * m))
-
-
-@kernel
-def lamb_moments_kernel(addresses, table, sums, b1, b2, rest2, eps, weight_decay, n, blocks, P: tl.constexpr,
-                        G: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Move Adam's moments; sums of squares of params, directions and mu. addresses: of params, gradients, mu, nu."""
-    _, _, _, length, s, offset = block_of(table, n, blocks, False)
-    tensor = addresses + s * 6
-    p, g = pointer(tensor, offset, P, False), pointer(tensor + 1, offset, G, False)
-    mu, nu = pointer(tensor + 2, offset, tl.float32, False), pointer(tensor + 3, offset, tl.float32, False)
-    if length == BLOCK:
-        moments_block(p, g, mu, nu, b1, b2, rest2, eps, weight_decay, sums, blocks, length, True, BLOCK)
-    else:
-        moments_block(p, g, mu, nu, b1, b2, rest2, eps, weight_decay, sums, blocks, length, False, BLOCK)
 
 
 @jit
@@ -196,21 +168,6 @@ def drift_kernel(addresses, table, out, decay, eps, lr, n, blocks, P: tl.constex
 # the functions of the table
 
 
-def lamb_moments_(
-    params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float,
-) -> Any:  # fmt: skip
-    """See `reference.steps.lamb_moments_`."""
-    lists = lists_of(params, grads, mu, nu, P=params, G=grads)
-    if lists is None:
-        return NotImplemented
-    sums = _sums(lists.row)
-    numbers = floats(b1, b2, 1 - b2, eps, weight_decay)
-    args = lists.addresses, lists.row.table, sums, *numbers, *lists.row.sizes
-    launch(lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.of_one_shape)
-    return add_up_columns(sums, lists.row, peaks=False)
-
-
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor], nu: Sequence[Tensor],
     fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
@@ -273,4 +230,4 @@ def drift(
     return out
 
 
-KERNELS = (lamb_moments_, onebit_lamb_moments_, lamb_step_, momentum_rows, drift)
+KERNELS = (onebit_lamb_moments_, lamb_step_, momentum_rows, drift)
