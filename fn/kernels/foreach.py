@@ -26,7 +26,7 @@ from fn.kernels.tracing import cached_plan
 CHUNK = 1 << 25
 """Elements that are taken together on an accelerator: 128 MiB a temporary list, so that a step has few chunks."""
 
-CHUNK_OF_CPU = 1 << 15
+CHUNK_OF_CPU = 1 << 16
 """And on a CPU, whose second-level cache holds a chunk of every list."""
 
 FUSED = ("cpu", "cuda", "xpu")
