@@ -50,7 +50,7 @@ class Way(NamedTuple):
         """Return how the planner sees it."""
         if self.planned is None:
             return None
-        row = next(row for row in rows(local_steps=ROUND) if row.name == self.planned)
+        row = next(row for row in rows(local_steps=ROUND, contrib=True) if row.name == self.planned)
         cut = row.cut if self.fragments == 1 else self.fragments
         return method(row._replace(delay=self.delay / ROUND, cut=cut), model, ranks)
 
