@@ -306,7 +306,7 @@ NAMED = {
     "codec": "block",
     "servers": "servers",
     "max_step": "max_step is 2.0 on rank 1",
-    "optimizer": "onebit_lamb",
+    "optimizer": "scale_by_adam.b1 is missing on rank 1",
     "schedule": "steps is 20 on rank 1 and 10 on rank 0",
     "groups": "param groups is 2 on rank 1 and 1 on rank 0",
 }
