@@ -40,14 +40,14 @@ from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
-from fn.transforms.low_rank import LowRankState, low_rank_average
+from fn.transforms.low_rank import low_rank_average
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.outer import OuterState, outer
-from fn.transforms.owned import OwnedState, owned
+from fn.transforms.owned import owned
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
-from fn.transforms.sharded import ShardedState, sharded
+from fn.transforms.sharded import sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
@@ -68,17 +68,14 @@ __all__ = [
     "Facts",
     "Feedback",
     "Ledger",
-    "LowRankState",
     "Optimizer",
     "OuterState",
-    "OwnedState",
     "PeerLost",
     "Phase",
     "RanksDisagree",
     "RanksDrifted",
     "Roles",
     "Round",
-    "ShardedState",
     "Shards",
     "Transform",
     "UpdateFn",

@@ -20,7 +20,8 @@ import torch
 
 import fn
 from fn.adapters.torchft import command as islands
-from fn.base import Transform, check_is_transform
+from fn.arguments import check_is_transform
+from fn.base import Transform
 from fn.inplace.match import explain
 from fn.kernels import devices
 from fn.kernels.table import devices as device_types

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
+from fn.arguments import check_is_transform
 from fn.compiling import compilable, original, own_code
 from fn.errors import expected
 
@@ -564,50 +565,6 @@ def _misfit(params: Tree, updates: Tree) -> str:
     return expected("updates", wanted, f"{tuple(u.shape)}")
 
 
-def check_is_transform(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
-    if not hasattr(value, "warmup_update"):
-        got = getattr(value, "__name__", type(value).__name__)
-        raise TypeError(expected(argument, "a transform, such as fn.scale_by_adam()", got))
-
-
-def check_number(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a number, and not its text or a batch under vmap."""
-    if not isinstance(value, numbers.Real | Tensor):
-        raise TypeError(expected(argument, "a number", f"{value!r}"))
-    if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
-        raise TypeError(expected(argument, "a number", "a tensor that vmap batches", "only lr may be batched"))
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise TypeError(expected(argument, "a number", f"a tensor of shape {tuple(value.shape)}"))
-
-
-def check_interval(argument: str, value: Any, interval: str) -> None:
-    """Raise a ValueError that names the argument unless a number is in an interval, such as "[0, 1)"; else a TypeError.
-
-    >>> check_interval("b1", 1.0, "[0, 1)")
-    Traceback (most recent call last):
-    ValueError: b1: expected a number in [0, 1), but got 1.0
-    """
-    check_number(argument, value)
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    is_above = value >= low if interval[0] == "[" else value > low
-    is_below = value <= high if interval[-1] == "]" else value < high
-    if not (is_above and is_below):  # also for NaN
-        raise ValueError(expected(argument, f"a number in {interval}", f"{value}"))
-
-
-def check_whole(argument: str, value: Any, least: int | None = None) -> None:
-    """Raise a TypeError that names the argument unless a value is a whole number, as 8.0 is none.
-
-    A ValueError if it is less than `least`.
-    """
-    check_number(argument, value)
-    if not isinstance(value, numbers.Integral):
-        raise TypeError(expected(argument, "a whole number", f"{value!r}"))
-    if least is not None and value < least:
-        raise ValueError(expected(argument, f"a whole number of at least {least}", f"{value}"))
-
-
 _ORDER = "the arguments of an update are (updates, state, params)"
 
 
@@ -621,9 +578,8 @@ def check_state(state: Tree, kind: type) -> None:
         raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         others = roles.roles_of(state).others
-        for name, value in zip(state._fields, state, strict=True):
-            if name not in others:
-                tree.check_tensors(value, f"state.{name}")
+        for name in (name for name in state._fields if name not in others):
+            tree.check_tensors(getattr(state, name), f"state.{name}")
 
 
 def check_arguments(updates: Tree, state: Tree, params: Tree, kind: type, like: str) -> tuple[Tree, Tree]:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 import fn.inplace.outer  # noqa: F401  (fills the table of steps in place)
-from fn.base import Transform, chain, check_interval, check_whole
+from fn.arguments import check_interval, check_whole
+from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity

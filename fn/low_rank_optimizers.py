@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, chain, check_interval, check_number, missing
+from fn.arguments import check_interval, check_number
+from fn.base import Phase, Transform, chain, missing
 from fn.collectives.axis import AxisNames
 from fn.collectives.feedback import Feedback, decayed
 from fn.transforms.adam import scale_by_adam

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, chain, check_interval, missing
+from fn.arguments import check_interval
+from fn.base import Phase, Transform, chain, missing
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.codec import Codec

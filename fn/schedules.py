@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fn.base import Phase, Round, check_interval, check_number, check_round
+from fn.arguments import check_interval, check_number
+from fn.base import Phase, Round, check_round
 from fn.errors import expected
 
 Schedule = Callable[[int], Phase | Round]

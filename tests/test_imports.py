@@ -18,6 +18,7 @@ ROOT = Path(fn.__file__).parent
 FLOORS = {
     "fn.tree": 0,
     "fn.errors": 0,
+    "fn.arguments": 0,
     "fn.compiling": 0,
     "fn.version": 0,
     "fn.roles": 0,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_interval, check_number, check_whole
+from fn.arguments import check_interval, check_number, check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of, tile
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.errors import expected

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 import fn
-from fn.base import check_whole, missing, unchanged
+from fn.arguments import check_whole
+from fn.base import missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.transforms.average import agreed
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.base import check_interval, check_is_transform, check_state, check_whole, facts_of, merged, missing
+from fn.arguments import check_interval, check_is_transform, check_whole
+from fn.base import check_state, facts_of, merged, missing
 from fn.collectives.agreement import check_agreement, device_of
 from fn.collectives.axis import AxisNames
 from fn.errors import expected

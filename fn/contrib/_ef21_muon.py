@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fn
-from fn.base import check_interval
+from fn.arguments import check_interval
 from fn.errors import expected
 from fn.transforms.average import agreed
 from fn.transforms.masking import Labels, hidden_and_other

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import fn
-from fn.base import check_interval, check_is_transform, missing, unchanged
+from fn.arguments import check_interval, check_is_transform
+from fn.base import missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
 from fn.transforms.average import agreed

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.base import check_interval, check_is_transform, check_whole, combine, missing, unchanged
+from fn.arguments import check_interval, check_is_transform, check_whole
+from fn.base import combine, missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
 from fn.transforms.average import agreed

@@ -14,17 +14,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.base import (
-    Guarded,
-    check_interval,
-    check_is_transform,
-    check_number,
-    check_params,
-    check_state,
-    check_whole,
-    facts_of,
-    unchanged,
-)
+from fn.arguments import check_interval, check_is_transform, check_number, check_whole
+from fn.base import Guarded, check_params, check_state, facts_of, unchanged
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.simulation import found_alike
 from fn.errors import expected

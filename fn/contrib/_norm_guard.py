@@ -17,7 +17,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.base import check_interval, check_is_transform, check_number, check_state, check_whole, facts_of, merged
+from fn.arguments import check_interval, check_is_transform, check_number, check_whole
+from fn.base import check_state, facts_of, merged
 from fn.collectives.agreement import check_agreement, device_of
 from fn.errors import expected
 from fn.kernels import lists, rules

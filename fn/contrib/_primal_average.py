@@ -9,7 +9,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.base import check_arguments, check_interval, check_is_transform, combine
+from fn.arguments import check_interval, check_is_transform
+from fn.base import check_arguments, combine
 from fn.errors import expected
 from fn.roles import declare
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 import fn
-from fn.base import check_interval, missing
+from fn.arguments import check_interval
+from fn.base import missing
 from fn.collectives.axis import AxisNames
 from fn.transforms.average import agreed
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.base import check_interval, check_state, check_whole, unchanged
+from fn.arguments import check_interval, check_whole
+from fn.base import check_state, unchanged
 from fn.collectives.agreement import check_agreement, device_of
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.compressed import exact_mean

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Round, Transform, apply_updates, check_is_transform, facts_of
+from fn.arguments import check_is_transform
+from fn.base import Phase, Round, Transform, apply_updates, facts_of
 from fn.collectives.axis import ALONE, axis_index, current_binding, names, rank_dims
 from fn.collectives.primitives import all_gather
 from fn.collectives.simulation import simulate

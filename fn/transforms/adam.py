@@ -16,20 +16,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import (
-    Phase,
-    Transform,
-    UpdateFn,
-    check_interval,
-    check_is_transform,
-    check_number,
-    check_state,
-    facts_of,
-    lift,
-    links_of,
-    missing,
-    says,
-)
+from fn.arguments import check_interval, check_is_transform, check_number
+from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, links_of, missing, says
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, is_recorded

@@ -16,19 +16,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import (
-    Facts,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_is_transform,
-    check_params,
-    check_state,
-    check_whole,
-    combine,
-    links_of,
-    unchanged,
-)
+from fn.arguments import check_is_transform, check_whole
+from fn.base import Facts, Phase, Transform, UpdateFn, check_params, check_state, combine, links_of, unchanged
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.codecs.pickling import invalidates
 from fn.compiling import memoized

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Transform, UpdateFn, check_number
+from fn.arguments import check_number
+from fn.base import Facts, Transform, UpdateFn
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.primitives import pmean
 from fn.errors import expected

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_number, check_params, lift, says
+from fn.arguments import check_number
+from fn.base import Transform, check_params, lift, says
 from fn.errors import expected
 from fn.kernels import rules
 from fn.transforms.leafwise import apply

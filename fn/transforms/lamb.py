@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.arguments import check_interval, check_is_transform, check_number
 from fn.base import (
     Facts,
     Phase,
     Transform,
     UpdateFn,
     check_arguments,
-    check_interval,
-    check_is_transform,
-    check_number,
     check_params,
     facts_of,
     lift,

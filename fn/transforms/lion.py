@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_is_transform, check_state, combine, lift
+from fn.arguments import check_is_transform
+from fn.base import Phase, Transform, UpdateFn, check_state, combine, lift
 from fn.kernels import rules
 from fn.roles import declare
 from fn.transforms.adam import check_betas, zero_moments

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.arguments import check_is_transform, check_number, check_whole
 from fn.base import (
     Facts,
     Phase,
     Transform,
     UpdateFn,
-    check_is_transform,
-    check_number,
     check_params,
     check_state,
-    check_whole,
     facts_of,
     merged,
     missing,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
+from fn.arguments import check_is_transform
 from fn.base import (
     Exchange,
     Facts,
@@ -16,7 +17,6 @@ from fn.base import (
     Transform,
     UpdateFn,
     apply_updates,
-    check_is_transform,
     check_params,
     check_state,
     combine,

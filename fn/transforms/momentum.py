@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fn import tree
-from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_interval, check_state, lift, missing, says
+from fn.arguments import check_interval
+from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_state, lift, missing, says
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.flags import known

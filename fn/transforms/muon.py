@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Transform, chain, check_number, lift, says
+from fn.arguments import check_number
+from fn.base import Facts, Transform, chain, lift, says
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise

@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import (
-    Guarded,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_interval,
-    check_is_transform,
-    facts_of,
-    has_phase,
-    links_of,
-    name_of,
-)
+from fn.arguments import check_interval, check_is_transform
+from fn.base import Guarded, Phase, Transform, UpdateFn, facts_of, has_phase, links_of, name_of
 from fn.compiling import original
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Transform, check_interval, check_number, lift, says, stateless
+from fn.arguments import check_interval, check_number
+from fn.base import Facts, Transform, lift, says, stateless
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise, peaks

@@ -28,20 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import (
-    Facts,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_interval,
-    check_is_transform,
-    check_params,
-    check_state,
-    facts_of,
-    has_phase,
-    merged,
-    missing,
-)
+from fn.arguments import check_interval, check_is_transform
+from fn.base import Facts, Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, merged, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import (
-    Guarded,
-    NewParams,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_is_transform,
-    check_state,
-    combine,
-    facts_of,
-)
+from fn.arguments import check_is_transform
+from fn.base import Guarded, NewParams, Phase, Transform, UpdateFn, check_state, combine, facts_of
 from fn.collectives.agreement import device_of, true_on_all
 from fn.errors import expected
 from fn.kernels import ops

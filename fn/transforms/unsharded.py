@@ -24,18 +24,8 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import (
-    Facts,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_is_transform,
-    check_state,
-    facts_of,
-    has_phase,
-    merged,
-    missing,
-)
+from fn.arguments import check_is_transform
+from fn.base import Facts, Phase, Transform, UpdateFn, check_state, facts_of, has_phase, merged, missing
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.axis import axis_size

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import (
-    NewParams,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_arguments,
-    check_is_transform,
-    facts_of,
-)
+from fn.arguments import check_is_transform
+from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, facts_of
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected

@@ -19,6 +19,7 @@ HERE = Path(fn.__file__).parent / "contrib"
 FILES = sorted(HERE.glob("_[a-z]*.py"))
 PUBLIC = (
     "fn.base",
+    "fn.arguments",
     "fn.errors",
     "fn.roles",
     "fn.schedules",

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import LowRankState, Phase, tree
+from fn import Phase, tree
 from fn.base import unchanged
+from fn.transforms.low_rank import LowRankState
 
 FOLDER = Path(__file__).parent / "compressors"
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import LowRankState, Phase, tree
+from fn import Phase, tree
 from fn.adapters import checkpoint
 from fn.kernels import orthonormal
+from fn.transforms.low_rank import LowRankState
 
 SHAPES = [(12, 8), (12,), (5, 17), (6, 3, 3, 3), (), (0, 4), (3, 2), (4, 0)]
 FOLDER = Path(__file__).parents[1] / "golden" / "compressors"

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import OwnedState, Phase, tree
+from fn import Phase, tree
 from fn.collectives import messages
 from fn.collectives import owners as collectives_owners
 from fn.collectives.carriers import Carrier
 from fn.transforms import owned as transforms_owned
-from fn.transforms.owned import plan
+from fn.transforms.owned import OwnedState, plan
 
 SHAPES = {
     "a": (6, 5),

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fn
-from fn import OwnedState, Phase, tree
+from fn import Phase, tree
 from fn.base import facts_of
 from fn.transforms.muon import orthogonalize
+from fn.transforms.owned import OwnedState
 from fn.transforms.unsharded import Shards
 
 W, C = Phase.WARMUP, Phase.COMPRESSED

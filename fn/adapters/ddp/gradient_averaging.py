@@ -22,7 +22,8 @@ from fn import roles, tree
 from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
-from fn.base import Phase, Transform, UpdateFn, check_is_transform
+from fn.arguments import check_is_transform
+from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.axis import Binding
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback

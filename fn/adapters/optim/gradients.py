@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import Phase, chain, check_number
+from fn.arguments import check_number
+from fn.base import Phase, chain
 from fn.collectives.axis import ALONE, Axis, Binding, axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by

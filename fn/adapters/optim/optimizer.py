@@ -17,7 +17,8 @@ from fn.adapters.optim.core import LOCAL_STEP_TAKEN, TORN, Core, Grads, Unit, de
 from fn.adapters.optim.hooks import agree, watch
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
-from fn.base import Guarded, Phase, Round, Transform, check_is_transform, facts_of
+from fn.arguments import check_is_transform
+from fn.base import Guarded, Phase, Round, Transform, facts_of
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_number, check_whole
+from fn.arguments import check_number, check_whole
 from fn.collectives.codecs.codec import Codec, by_width, pack, unpack
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_whole
+from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, pack, unpack
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_whole
+from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Segments, segments_of, tile
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan

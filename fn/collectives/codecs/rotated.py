@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.base import check_whole
+from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype

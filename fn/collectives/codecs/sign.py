@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_whole
+from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
 from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected

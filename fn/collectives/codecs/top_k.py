@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.base import check_number, check_whole
+from fn.arguments import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
 from fn.collectives.codecs.codec import (
     Codec,

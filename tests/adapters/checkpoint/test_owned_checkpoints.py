@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import OwnedState, tree
+from fn import tree
 from fn.adapters import checkpoint
+from fn.transforms.owned import OwnedState
 
 SHAPES = ((6, 5), (6, 5), (7,), (3, 8), (), (6, 5))
 
