@@ -165,7 +165,7 @@ class UpdateFn(Protocol):
 
         name                        in messages; without it they take the name of the factory of `run`
         check(state, read)          raises where a call would refuse the state. Kernels that take the step in place of
-                                    the call have to ask it, or would take in silence what the call refuses. `read`
+                                    the call have to ask it, or would take in silence what the call refuses. read
                                     moves a 0-d tensor to where the host can read its number
         over(updates, state, params)    the step, written over the memory of the updates
         late(updates, state)        the step with the new state written later: see `fn.inplace.own_memory`

@@ -5,7 +5,7 @@ rank steps (`tests/scripts/gpu_counts.py`). Where matrices have owners nothing i
 ninth.
 
 A link of a chain takes memory for what it returns while what it was given is still held: behind an average of low rank
-a scale by shape, a decay and a rate are three times the params. What links return whose rules are `is_fresh` lies in
+a scale by shape, a decay and a rate are three times the params. What links return whose rules say is_fresh lies in
 memory that nobody else has, so that rules with `over` behind them, directly or in a partition, may write over it. So
 may Adam's direction over the mean of gradients. The numbers are the same.
 Any other link may keep what it is given, in its state say: what has gone through one is written by nobody.
