@@ -246,8 +246,8 @@ OTHERS = {
     "h": ("diloco", {"schedule": fn.every(4, start=2)}),
     "delay": ("diloco", {"schedule": fn.every(3, delay=1, start=2)}),
 }
-SAID = {"outer_lr": "lr", "outer_momentum": "decay", "momentum": "decay", "feedback": "off", "store": "dtype"}
-"""What a hyper-parameter is called in the link that it goes into, or its value."""
+SAID = {"outer_lr": "lr", "outer_momentum": "decay", "momentum": "decay", "feedback": "off", "tile": "params["}
+"""What a hyper-parameter is called in its link, or its value. Parts of other tiles have other shapes."""
 
 
 @two

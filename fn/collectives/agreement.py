@@ -227,8 +227,10 @@ def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, s
     if isinstance(value, Codec | Feedback):
         shared, value = True, value if value.make is None else value.make
     if isinstance(value, partial):
-        name = getattr(value.func, "__name__", name)
-        value = {"": value.func, **inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments}
+        made_by = getattr(value.func, "__name__", name)
+        yield name, made_by  # before its arguments: where ranks have other codecs, that is what the message says
+        name = made_by
+        value = inspect.signature(value.func).bind_partial(*value.args, **value.keywords).arguments
     if isinstance(value, Tensor):
         yield name, _text_of_tensor(value, shared)
     elif isinstance(value, tuple | list | Mapping):

@@ -349,7 +349,7 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
     >>> import fn
     >>> who = fn.kernels.table().providers["cpu"]
     >>> len(who), who["direction"] in ("numba", "reference")
-    (29, True)
+    (28, True)
 
     Args: progress: is called with the name of an op before it is tried, how many were tried, and how many there are;
         with the last op once more at the end.
