@@ -264,6 +264,7 @@ def outer(
         check_alike(state.alone)
         moves, inner_state = inner.warmup_update(updates, state.inner, params)
         ok = all_finite(tree.leaves(moves))
+        # An anchor that is NaN on one rank of an island only would make that rank skip alone.
         ok = true_on_all(ok, inside, device_of(params))
         anchor = tree.map(as_anchor, apply_updates(params, moves))
         # a guard around it looks at the anchor only, so what is wrong elsewhere has to show there

@@ -98,7 +98,9 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
             return apply(rules.sign_of, (updates,))
         tops = peaks(tree.leaves(updates))
         alike = len({(x.dtype, x.device) for x in tops}) == 1  # then a few operations do for all of them
+        # S maxima () -> (S,)
         each = [torch.stack(tops)] if alike else tops
+        # Where the maximum is not finite, everything counts: the sign of NaN is NaN, and the step is skipped.
         least = [torch.where(x.isfinite(), x, -1.0) for x in (noise * top for top in each)]
         return apply(rules.sign_above, (updates,), least[0] if alike else least)
 
