@@ -83,7 +83,7 @@ def scale_by_dion2(
         fraction: of the rows, in (0, 1], rounded up.
         decay: what remains of the momentum of a chosen row, in [0, 1).
         side: whether rows are chosen or columns; "smaller": those of which there are fewer.
-        blocks: into so many parts the rows are cut, of each of which as many are chosen, as where they lie in shards.
+        blocks: the number of parts of the rows. As many rows are chosen of each part, as if the parts were shards.
         eps, scale, coefficients, dtype, flatten: as for `scale_by_muon`; s is that of the whole matrix.
     Returns: a transform with a warm-up and a compressed phase, whose momentum is each rank's own.
     Raises: TypeError or ValueError that names the argument; from `init` as `scale_by_muon`, and if ranks disagree.

@@ -107,10 +107,11 @@ def median(norms: Tensor) -> Tensor:
 class GuardState(NamedTuple):
     """State of `guarded`, of a fragment. All numbers are 0-d.
 
-    sync: the state of the average inside. history: the guard's. norm: of this rank's last difference. weight: what
-    multiplied that, tokens say; it has the role of a difference, so `outer` sets it to 1 with each of them, and who
-    multiplies differences multiplies it, too. out: whether this rank was left out of its mean. left_out: how many were
-    left out so far, of all ranks. first: the lowest rank that was left out of the last mean, and number: how many were.
+    sync: the state of the average inside. history: the guard's. norm: of this rank's last difference. weight: the
+    factor of that difference, such as a number of tokens. It has the role of a difference: `outer` sets it to 1 where
+    an exchange begins, and a link that multiplies differences multiplies it, too. out: whether this rank was left out
+    of its mean. left_out: how many were left out so far, of all ranks. first: the lowest rank that was left out of the
+    last mean, and number: how many were.
     """
 
     sync: Tree
@@ -170,9 +171,9 @@ def guarded(sync: fn.Transform, guard: Guard) -> fn.Transform:
 def weighed(
     guard: Guard, state: GuardState, differences: list[Tensor], axes: tuple[str, ...]
 ) -> tuple[list[Tensor], GuardState]:
-    """Tell the other ranks the norm, and multiply the differences by what they count; their mean is then weighed.
+    """Tell the other ranks the norm, and multiply the differences by this rank's share: their mean is then weighed.
 
-    Where nobody counts they are NaN, so that the mean is, and who takes it leaves it out.
+    If no rank counts, the differences become NaN, and so does the mean, which `outer` then leaves out.
     """
     weight = state.weight
     norm = lists.squared_norms(differences).sum().sqrt().to(state.norm)

@@ -41,7 +41,7 @@ class Adam(NamedTuple):
     corrected: bool = True
 
     def __call__(self, updates: Tree, state: Moments, params: Tree, /) -> tuple[Tree, Moments]:
-        """Return what becomes of the updates, and the next state."""
+        """Return Adam's directions, and the next state."""
         return self.applied(updates, state)
 
     def over(self, updates: Tree, state: Moments, params: Tree) -> tuple[Tree, Moments]:
@@ -49,7 +49,7 @@ class Adam(NamedTuple):
         return self.applied(updates, state, out=updates)
 
     def applied(self, updates: Tree, state: Moments, out: Tree | None = None) -> tuple[Tree, Moments]:
-        """Return what becomes of the updates, and the next state. out: as for `leafwise.apply`."""
+        """Return Adam's directions, and the next state. out: as for `leafwise.apply`."""
         check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)
         mu, nu = moving_average(state.mu, updates, self.b1), moving_average_of_squares(state.nu, updates, self.b2)

@@ -103,7 +103,7 @@ def average(
         codec: what the updates travel as; None is full precision. A warm-up in full precision of a fifth of a run whose
             other steps send one bit per element is most of what the run sends; in `int8()` it takes a quarter of the
             bytes of float32, in `int4()` an eighth.
-        feedback: what becomes of the residual errors, where there is a codec; None is `damped()`, which keeps a byte
+        feedback: how residual errors are kept, where there is a codec; None is `damped()`, which keeps a byte
             per element.
         layout: as for `compressed_average`.
     Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
@@ -254,7 +254,7 @@ def _same(given: Feedbacks | None, feedback: Feedbacks) -> bool:
 
 
 def _feedbacks_in(feedback: Feedbacks | None) -> list[Feedback]:
-    """Return the feedbacks in an argument; what is none is refused elsewhere."""
+    """Return the feedbacks in an argument; `hops` refuses an argument that holds anything else."""
     several: Any = feedback if type(feedback) in (tuple, list) else (feedback,)
     return [one for one in several if isinstance(one, Feedback)]
 

@@ -76,7 +76,7 @@ class TrustRatio(NamedTuple):
     max_coeff: float
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the updates times their trust ratios, and the state."""
         return self.applied(updates, params), state
 
     def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -84,7 +84,7 @@ class TrustRatio(NamedTuple):
         return self.applied(updates, params, out=updates), state
 
     def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        """Return the updates times their trust ratios. out: as for `leafwise.apply`."""
         check_params(params)
         tree.check_real(updates, "updates")
         leaves, weights = tree.flatten_alike((updates, params))[0]
@@ -317,7 +317,7 @@ def moved_coefficient(h: LambHyper, coefficient: Tensor, ratio: Tensor) -> Tenso
 
 
 def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
-    """Return what a compressed step is scaled by."""
+    """Return the factor of a compressed step: the coefficient, 1 if no ratio was ever taken, times the factor."""
     return torch.where(coefficient == 0, 1.0, coefficient) * factor
 
 
@@ -373,7 +373,7 @@ def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
 
 
 def ratio_of(weight: Tensor, update: Tensor, low: float, high: float) -> Tensor:
-    """Return the trust ratio of norms."""
+    """Return the trust ratio, from the norms of the weight and of the update."""
     known = (weight > 0) & (update > 0)
     # Divided by 1 where the ratio is not taken: behind the outer selection a derivative would still meet 0 / 0.
     return torch.where(known, (weight / torch.where(known, update, 1.0)).clamp(low, high), 1.0)

@@ -136,8 +136,7 @@ def low_rank_average(
         rank: r, a whole number; or which fraction of the smaller side, a float in (0, 1], rounded up. A matrix whose
             own rank is no larger travels exactly. Raise it where the loss lags behind exact averages: bytes grow with
             it, and time a little.
-        feedback: what becomes of what was not delivered; None is `classic()`. With `off()` the directions that the
-            factors miss are lost.
+        feedback: how errors are kept; None is `classic()`. With `off()` the directions that the factors miss are lost.
         mean: what averages the factors, such as `compressed_average(axis, int8(), off())`; None: exactly. It must keep
             no errors: the basis changes in each step, so an error would mean nothing in the next one. What travels
             exactly is then a message of its own. What codes lose of the factors is in no error.

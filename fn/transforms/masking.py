@@ -87,7 +87,7 @@ Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
 
 
 def _on_some(exchange: Exchange, places: Callable[[Tree], list[int]]) -> Exchange:
-    """Return an exchange of params of which it has those in some places."""
+    """Return an exchange of all params that passes on those in some places only."""
 
     def on(f: Exchanging) -> Exchanging:
         def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:

@@ -141,7 +141,7 @@ def orthogonalize(
 
 @says(name="orthogonalize", is_fresh=True)
 class NewtonSchulz(NamedTuple):
-    """How matrices are made orthogonal. triples: of each iteration. Others: as for `scale_by_muon`."""
+    """The rule of `orthogonalize`. triples: (a, b, c) of each iteration. Others: as for `scale_by_muon`."""
 
     triples: tuple[Triple, ...]
     eps: float
@@ -149,7 +149,7 @@ class NewtonSchulz(NamedTuple):
     dtype: torch.dtype | None
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the updates, made nearly orthogonal, and the state."""
         leaves, structure = tree.flatten(updates)
         return tree.unflatten(structure, orthogonal(leaves, self)), state
 
@@ -162,7 +162,7 @@ class NewtonSchulz(NamedTuple):
 def newton_schulz(
     eps: float, scale: Scale, coefficients: str | Sequence[Triple], dtype: torch.dtype | None
 ) -> NewtonSchulz:
-    """Return how matrices are made orthogonal. Args, Raises: as for `scale_by_muon`."""
+    """Return the rule of `orthogonalize`. Args, Raises: as for `scale_by_muon`."""
     check_number("eps", eps)
     if not 0 < eps < math.inf:
         raise ValueError(expected("eps", "a positive number", f"{eps}"))
@@ -191,11 +191,11 @@ FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
         None: lambda rows, columns: 1.0,
     }
 )
-"""Scale -> what a matrix of so many rows and columns is multiplied by."""
+"""Scale -> the factor of a matrix, from its rows and columns."""
 
 
 def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool = False) -> list[Tensor]:
-    """Return what `orthogonalize` makes of these, each in its own shape and dtype. Equal shapes make one batch.
+    """Return matrices made nearly orthogonal, each in its own shape and dtype. Equal shapes make one batch.
 
     Args: in_place: write over the matrices, in place of new memory.
     """

@@ -411,8 +411,8 @@ def _healed(
 ) -> tuple[list[Tensor], OuterState]:  # fmt: skip
     """Give a rank that is not finite the anchor and a fresh inner state, where an exchange was left out.
 
-    Also where only its own difference was not finite, and the average left that out. Its params would otherwise make
-    every later mean not finite, and no exchange would ever be taken again.
+    So does a rank whose difference alone was not finite, and which the average left out. With the params that it has
+    every later mean would not be finite, and no exchange would ever be taken again.
 
     Args: island: axes whose ranks do it together. ok: where nothing was left out, 0-d. sound: where this rank's
         difference was finite, 0-d. params, moved: before the outer step and after it.
@@ -430,9 +430,10 @@ def _healed(
 def taken_alone(
     update: UpdateFn, updates: Tree, state: Tree, params: Tree, shards: Sequence[str] = ()
 ) -> tuple[Tree, Tree, Tensor]:
-    """Take a step that this rank alone leaves out where it is not finite: no message tells the others.
+    """Take a step, or leave it out on this rank alone where it is not finite: no message tells the others.
 
-    Args: shards: axes over which the tensors are divided, whose ranks leave it out together. The others: of an update.
+    Args: update: what takes the step. updates, state, params: its arguments. shards: axes over which the tensors are
+        divided, whose ranks leave the step out together.
     Returns: its updates, -0.0 where it is left out; the state after it; whether it was taken, 0-d bool.
     """
     moves, after = update(updates, state, params)
@@ -475,9 +476,9 @@ def _leaves_first(result: tuple[Tree, Tree]) -> tuple[list[Tensor], Tree]:
 
 
 def room_in(tensors: list[Tensor], others: list[Tensor]) -> list[list[Tensor]] | None:
-    """Return tensors of a device as what may be written over; None if they lie in the memory of others, or elsewhere.
+    """Return the tensors as an `out` of `elementwise`; None if they share memory with others.
 
-    On a CPU results lie in memory that is used again, and a tensor at a time is enough.
+    None also in traces, where gradients are taken, and on a CPU: there results lie in memory that is used again.
     """
     on_device = all(x.device.type != "cpu" for x in tensors) and is_concrete(*tensors, *others)
     # Autograd may need the old numbers, and a kernel writes lists of one dtype.

@@ -119,7 +119,7 @@ def owned(
         axis: the axis' name.
         codec: how gradients travel to the owners in the compressed phase; None is exactly.
         gather: how updates travel back in the compressed phase; None is exactly.
-        feedback: what becomes of what codes leave out, at the rank that sends, of both; None is `classic()`.
+        feedback: how a rank keeps the errors of what it sends, both ways; None is `classic()`.
         cost: what the step of each tensor costs its owner, by which the ranks get equal shares: a tree of numbers like
             the params, or a function from params to one. None: of matrices what Newton-Schulz costs, the smaller side
             squared times the larger, of vectors their elements. Tensors of a shape are spread evenly, so that each
@@ -383,7 +383,7 @@ def _means(columns: Sequence[Sequence[Tensor]], own: int | None) -> list[Tensor]
 def _means_in_codes(
     grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
-    """Do what `_exact_means` does in codes; return the next errors, too."""
+    """Return the means as `_exact_means` does, from messages in codes, and the next errors."""
     buckets, items, after = _buckets(grads, grads, errors, owners, hop), [], [*errors]
     for bucket in buckets:
         items.append(_encoded(grads, after, bucket, hop, worker=True))
@@ -403,7 +403,7 @@ def _means_in_codes(
 def _buckets(
     leaves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> list[Bucket]:
-    """Return which tensors are encoded together: each alone; on a device, where a launch costs more, all of an owner.
+    """Return which tensors are encoded together: each alone; on a device, where launches cost more, all of an owner.
 
     Args: leaves: what is encoded. like: their shapes. The numbers are the same, since no scale crosses tensors. Errors
         that are no vectors are not joined.
@@ -468,7 +468,7 @@ def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequ
 def _updates_in_codes(
     moves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
-    """Do what `_exact_updates` does in codes; return the next errors, too."""
+    """Return the updates as `_exact_updates` does, from messages in codes, and the next errors."""
     here = None if axes.resolve(hop.axis).transport == axes.SIMULATED else axes.own_rank(hop.axis)
     buckets, items, after = _buckets(moves, like, errors, owners, hop), [], [*errors]
     of_buckets = _owners_of(buckets, owners)

@@ -60,7 +60,7 @@ class Notes(threading.local, Generic[Note]):
             self._notes = before
 
     def add(self, note: Note) -> None:
-        """Add a note to the list of whoever collects."""
+        """Add a note to the list that is being collected, if there is one."""
         if self._notes is not None:
             self._notes.append(note)
 

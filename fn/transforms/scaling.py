@@ -24,7 +24,7 @@ class ByShape(NamedTuple):
     """The rule of `scale_by_shape`."""
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the scaled updates, and the state."""
         return self.applied(updates), state
 
     def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -32,7 +32,7 @@ class ByShape(NamedTuple):
         return self.applied(updates, out=updates), state
 
     def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: the updates themselves, to write into them."""
+        """Return the scaled updates. out: the updates themselves, to write into them."""
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
         alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host

@@ -193,10 +193,10 @@ def sharded(
             hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see
             `fn.collectives.hierarchy.hops`.
         codec: how gradients travel in the compressed phase; None is `identity()`.
-        feedback: what becomes of what was not delivered; None is `classic()`, and `off()` where codec is None.
+        feedback: how errors of the gradients are kept; None is `classic()`, and `off()` where codec is None.
         gather: how updates or params travel back; None is exactly, in the params' dtype. `int8()` with `master=True`
             is ZeRO++'s qwZ.
-        gather_feedback: what becomes of what the all-gather did not deliver; None is `off()`, which is right for
+        gather_feedback: how errors of what travels back are kept; None is `off()`, which is right for
             params, because the master copy loses nothing.
         master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
             updates. None: where the params are in half precision. If something writes into params between steps,

@@ -113,7 +113,7 @@ def unsharded(
         shards: how the tensors are divided. A name: by rows over that axis, evenly.
         codec: how pieces travel to the owners but in the warm-up; None is exactly.
         gather: how updates travel back but in the warm-up; None is exactly.
-        feedback: what becomes of what codes leave out, at the rank that sends, of both; None is `classic()`.
+        feedback: how a rank keeps the errors of what it sends, both ways; None is `classic()`.
         cost: as for `fn.owned`, of the whole tensors.
     Returns: a transform with the phases of `inner` and an `OwnedState`, whose `errors` are those of pieces on their
         way to the owners and of updates on their way back. Under `simulate` all of it is a rank's own. Its facts name

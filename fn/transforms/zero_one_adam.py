@@ -278,7 +278,7 @@ def check_synchronised(elapsed: Tensor) -> None:
 
 
 def peak_of(peak: Tensor, ok: Tensor) -> Tensor:
-    """Return the peak, NaN where what followed is not ok. `ok` is the same on all ranks, though made of local numbers.
+    """Return the peak, or NaN where not ok. `ok` is the same on all ranks, although it is made of a rank's own numbers.
 
     A compiled simulation cannot know that it is the same, so there the peak stays as it is.
     """
