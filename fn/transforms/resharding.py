@@ -126,7 +126,7 @@ def _age(error: Tree, rank: int) -> Tensor:
 def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
     """Return a bucket's vector (n,) in float64 with this piece as row `rank` and zeros elsewhere."""
     rows = bucket.segments.valid.shape[0]
-    # (W, n / W), in float64, so that sums over the ranks do not round
+    # (W, n / W), in float64: sums over the ranks lose no digit of a float32
     full = torch.zeros(rows, bucket.segments.row_length, dtype=torch.float64, device=piece.device)
     full[rank] = piece
     return full.view(-1)
