@@ -40,7 +40,10 @@ def _largest(sizes: Tensor, fraction: float, blocks: int) -> Tensor:
     length = max(1, -(-sizes.shape[1] // blocks))
     k = math.ceil(round(fraction * length, 6))  # 0.07 * 100 > 7
     pieces = sizes.split(length, dim=1)
+    # Stable: of equal sizes another sort may choose other rows on another device, and ranks would average different
+    # rows.
     found = [x.sort(dim=1, descending=True, stable=True).indices[:, :k] + j * length for j, x in enumerate(pieces)]
+    # (b, k) of each block -> (b, blocks k)
     return torch.cat(found, dim=1).sort(dim=1).values
 
 
@@ -80,7 +83,7 @@ def scale_by_dion2(
         fraction: of the rows, in (0, 1], rounded up.
         decay: what remains of the momentum of a chosen row, in [0, 1).
         side: whether rows are chosen or columns; "smaller": those of which there are fewer.
-        blocks: into so many parts the rows are cut, of each of which as many are chosen, as where they lie in shards.
+        blocks: the number of parts of the rows. As many rows are chosen of each part, as if the parts were shards.
         eps, scale, coefficients, dtype, flatten: as for `scale_by_muon`; s is that of the whole matrix.
     Returns: a transform with a warm-up and a compressed phase, whose momentum is each rank's own.
     Raises: TypeError or ValueError that names the argument; from `init` as `scale_by_muon`, and if ranks disagree.
@@ -118,19 +121,29 @@ def scale_by_dion2(
             m = mean(m) if phase is fn.Phase.WARMUP else m
             flipped = [_columns_are_chosen(x, side) for x in m]
             m = [x.mT if flip else x for x, flip in zip(m, flipped, strict=True)]  # now rows are chosen
+            # (b, rows, columns) -> (b, rows)
             sizes = [x.abs().sum(2) for x in m]
+            # By the mean of the sizes all ranks choose the same rows: by sizes of their own they would average
+            # different rows.
             sizes = sizes if phase is fn.Phase.WARMUP else mean(sizes)  # (b, rows)
             chosen = [_largest(size, fraction, blocks) for size in sizes]  # (b, k)
+            # (b, k) -> (b, k, columns), with a stride of 0 along the columns
             index = [c[:, :, None].expand(-1, -1, x.shape[2]) for c, x in zip(chosen, m, strict=True)]
+            # (b, rows, columns) -> (b, k, columns)
             own = [x.gather(1, i) for x, i in zip(m, index, strict=True)]
             rows = own if phase is fn.Phase.WARMUP else mean(own)  # (b, k, columns)
+            # (b, k, columns) -> b matrices; without a scale, for theirs is that of the whole matrix, below
             made = iter(orthogonal([x for of_a_shape in rows for x in of_a_shape.unbind()], rule._replace(scale=None)))
             out, after = [*momenta], [*momenta]
             for some, x, i, used, flip in zip(places, m, index, own, flipped, strict=True):
                 whole = x.mT if flip else x
+                # b matrices -> (b, k, columns)
                 u = torch.stack([next(made) for _ in some]) * FACTORS[scale](*whole.shape[1:])
+                # (b, k, columns) -> (b, rows, columns). In the compressed phase this rank's own rows fade, not their
+                # mean.
                 steps, rest = u.new_zeros(x.shape).scatter(1, i, u), x.scatter(1, i, decay * used)
                 for place, step, left in zip(some, steps.unbind(), rest.unbind(), strict=True):
+                    # (rows, columns) -> (columns, rows) where columns were chosen -> the shape of the leaf
                     shape = momenta[place].shape
                     out[place] = (step.mT if flip else step).reshape(shape)
                     after[place] = (left.mT if flip else left).reshape(shape).contiguous()

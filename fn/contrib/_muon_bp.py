@@ -52,6 +52,7 @@ def in_blocks(inner: fn.Transform, blocks: int | AxisNames, dim: int = 0) -> fn.
         return [x.chunk(count, dim) if x.ndim > dim else (x,) for x in leaves]  # (n, ...) -> ceil(n / count) rows each
 
     def pieces(leaves: list[Tensor]) -> list[Tensor]:
+        # one list of the blocks of all tensors, which inner takes for its leaves
         return [piece for some in cut(leaves) for piece in some]
 
     def init(params: Tree) -> Tree:
@@ -68,6 +69,7 @@ def in_blocks(inner: fn.Transform, blocks: int | AxisNames, dim: int = 0) -> fn.
             moved, state = move(pieces(leaves), state, own)
             each = iter(moved)
             parts = [[next(each) for _ in some] for some in cut(leaves)]
+            # blocks (ceil(n / count), ...) -> (n, ...)
             joined = [torch.cat(some, dim) if len(some) > 1 else some[0] for some in parts]
             return tree.unflatten(structure, joined), state
 
@@ -148,13 +150,16 @@ def muon_bp(
         if cut is None:
             raise ValueError(expected("blocks", "a whole number, where there is no axis", "None"))
         kind_of, whole, pieces = named, iterations, in_blocks(iterations, cut, dim)
+    # Each works in one phase and passes in the other, so both kinds of steps share one momentum in front.
     whole, pieces = whole._replace(compressed_update=unchanged), pieces._replace(warmup_update=unchanged)
     slower = fn.scale(block_rate)._replace(warmup_update=unchanged)
     decay, rate = fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr)
     kinds = {
+        # Decay stands in front of the rates, to be taken at the step's rate.
         "muon": fn.chain(fn.trace(momentum, nesterov=True), whole, pieces, decay, slower, rate),
         "other": fn.chain(other, decay, fn.scale(other_rate), rate),
     }
+    # Unfrozen: `average` alone would pass gradients in the compressed phase, and ranks would go apart.
     tx = fn.chain(fn.unfrozen(fn.average(axis)), fn.partition(kinds, kind_of))
     return agreed(fn.skip_nonfinite(tx._replace(local_update=missing(fn.Phase.LOCAL, "muon_bp"))), axis)
 

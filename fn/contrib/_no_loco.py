@@ -114,21 +114,26 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         check_state(state, PairAverageState)
         check_params(params)
         turn = found_alike(state.turn, axis)
+        # The pairs depend on the number: a compiled step would let the same ranks meet for good.
         if not is_concrete(turn):
             wanted = "a number that the host knows, for it says which ranks are pairs"
             raise ValueError(expected("state.turn", wanted, "one that is traced or batched", "run it uncompiled"))
         size = fn.axis_size(axis)
         partners = [*partners_in(int(turn), size)]
+        # Every rank checks all pairs before it sends: a rank whose partner is with another one would wait for ever.
         if sorted(partners) != [*range(size)] or any(partners[p] != r for r, p in enumerate(partners)):
             wanted = f"for each of the {size} ranks its partner, and partners that have each other"
             raise ValueError(expected("pairs", wanted, f"{partners}"))
         own, structure = tree.flatten(updates)
+        # In the dtype of the differences, so that both make one message.
         anchors = [x.to(d.dtype) for x, d in zip(tree.leaves(params), own, strict=True)]
         # a rank alone gets its own, whose mean is itself
         theirs = _swapped([*own, *anchors], axis, partners)
         means = [(x + y) / 2 for x, y in zip([*own, *anchors], theirs, strict=True)]
         ok = all_finite(means)
+        # What this rank goes on with where the mean is not finite: its own difference, or none.
         kept = [torch.where(all_finite(own).to(d.device), d, 0.0) for d in own]
+        # `means` has those of the differences first, then those of the anchors.
         pulled = [d + pull * (x - y) for d, x, y in zip(means[: len(own)], anchors, means[len(own) :], strict=True)]
         # Selected without a look: the flag is another one in another pair, and a step that is run again would send.
         found = [torch.where(ok.to(d.device), d, old) for d, old in zip(pulled, kept, strict=True)]
@@ -145,8 +150,10 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
         alike.setdefault((x.dtype, x.device), []).append(i)
     found = [*mine]
     for places in alike.values():
+        # (...) each -> (n,), to the partner and from it
         message = fn.permute(torch.cat([mine[i].reshape(-1) for i in places]), axis, partners)
         for i, part in zip(places, message.split([mine[i].numel() for i in places]), strict=True):
+            # (n,) -> the shapes of what was sent
             found[i] = part.view(mine[i].shape)
     return found
 
@@ -184,6 +191,7 @@ def own_anchors(
     """
     check_is_transform("average", average)
     check_is_transform("sync", sync)
+    # `outer` refuses an average that differs between ranks, for its anchor is the same on all; here it need not be.
     made = fn.outer(inner, outer_tx, sync._replace(facts=facts_of(sync)._replace(unequal=False)), **settings)
     whole = fn.chain(average, made._replace(init=lambda params: OwnAnchorState(*made.init(params))))
     guarded = fn.skip_nonfinite(whole)
@@ -197,7 +205,9 @@ def own_anchors(
         return Guarded(update, False, run, around)
 
     assert whole.exchange is not None
+    # Past the guard: what one pair sees the others do not, so that ranks would skip apart.
     unguarded = whole.exchange.within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
+    # What was hidden from `outer` is said again to whoever is outside.
     facts = facts_of(guarded)._replace(unequal=True)
     return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded, facts=facts)
 

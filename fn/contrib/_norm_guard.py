@@ -60,14 +60,19 @@ def norm_rule(threshold: float, alpha: float, warmup: int, far: float | None, te
 
     def init(device: torch.device) -> NormHistory:
         zero = torch.zeros((), dtype=torch.float32, device=device)
+        # A clone: of two numbers in one memory, an adapter that writes states in place would keep the last one for
+        # both.
         return NormHistory(torch.zeros((), dtype=torch.int64, device=device), zero, zero.clone())
 
     def is_outlier(norm: Tensor, history: NormHistory) -> Tensor:
+        # Without a variance, as of equal norms, any larger norm would be an outlier.
         has_history = (history.norms >= warmup) & (history.variance > 0)
         return has_history & (norm - history.mean > threshold * history.variance.sqrt())
 
     def weights(norms: Tensor) -> Tensor:
         near = norms if far is None else torch.where(norms <= far * median(norms), norms, math.inf)
+        # Relative to the smallest norm: exp(-G / T) itself is zero for all where norms are far above T. If all are
+        # infinite, it is NaN, and not selected below.
         found = torch.ones_like(near) if temperature is None else ((near.min() - near) / temperature).exp()
         return torch.where(near.isfinite(), found, 0.0)
 
@@ -83,8 +88,10 @@ def norm_rule(threshold: float, alpha: float, warmup: int, far: float | None, te
 
 def median(norms: Tensor) -> Tensor:
     """Return the median of the finite norms of ranks that have moved, the lower one of two; infinity of none."""
+    # Ranks that have not moved are put behind the finite norms, out of the count.
     norms = torch.where(norms > 0, norms, math.inf)
     place = (norms.isfinite().sum() - 1).clamp(min=0) // 2
+    # (W,) -> (); gathered, for an index that lies on the device would be waited for
     return norms.sort().values.gather(0, place.view(1))[0]
 
 
@@ -100,10 +107,11 @@ def median(norms: Tensor) -> Tensor:
 class GuardState(NamedTuple):
     """State of `guarded`, of a fragment. All numbers are 0-d.
 
-    sync: the state of the average inside. history: the guard's. norm: of this rank's last difference. weight: what
-    multiplied that, tokens say; it has the role of a difference, so `outer` sets it to 1 with each of them, and who
-    multiplies differences multiplies it, too. out: whether this rank was left out of its mean. left_out: how many were
-    left out so far, of all ranks. first: the lowest rank that was left out of the last mean, and number: how many were.
+    sync: the state of the average inside. history: the guard's. norm: of this rank's last difference. weight: the
+    factor of that difference, such as a number of tokens. It has the role of a difference: `outer` sets it to 1 where
+    an exchange begins, and a link that multiplies differences multiplies it, too. out: whether this rank was left out
+    of its mean. left_out: how many were left out so far, of all ranks. first: the lowest rank that was left out of the
+    last mean, and number: how many were.
     """
 
     sync: Tree
@@ -139,6 +147,7 @@ def guarded(sync: fn.Transform, guard: Guard) -> fn.Transform:
     def compressed(updates: Tree, state: GuardState, params: Tree, /) -> tuple[Tree, GuardState]:
         check_state(state, GuardState)
         steps, structure = tree.flatten(updates)
+        # Before the average: a weight needs the norms of all ranks, and then any average of differences will do.
         steps, after = weighed(guard, state, steps, axes)
         mean, of_sync = sync.compressed_update(tree.unflatten(structure, steps), state.sync, params)
         if guard.clip is not None:
@@ -162,14 +171,16 @@ def guarded(sync: fn.Transform, guard: Guard) -> fn.Transform:
 def weighed(
     guard: Guard, state: GuardState, differences: list[Tensor], axes: tuple[str, ...]
 ) -> tuple[list[Tensor], GuardState]:
-    """Tell the other ranks the norm, and multiply the differences by what they count; their mean is then weighed.
+    """Tell the other ranks the norm, and multiply the differences by this rank's share: their mean is then weighed.
 
-    Where nobody counts they are NaN, so that the mean is, and who takes it leaves it out.
+    If no rank counts, the differences become NaN, and so does the mean, which `outer` then leaves out.
     """
     weight = state.weight
     norm = lists.squared_norms(differences).sum().sqrt().to(state.norm)
     norm = torch.where(weight > 0, norm / weight, norm)  # that of the difference itself
+    # NaN compares as no outlier, so it is asked for by itself.
     out = guard.is_outlier(norm, state.history) | ~norm.isfinite()
+    # An infinite norm says that a rank leaves itself out, so one message says it all.
     said = torch.stack([torch.where(out, math.inf, norm), weight])  # (2,)
     rows = fn.all_gather(said, axes) if axes else said[None]  # (W, 2)
     ranks = torch.arange(len(rows), dtype=torch.int64, device=norm.device)
@@ -179,6 +190,7 @@ def weighed(
     is_out = ~norms.isfinite() | ~(weights > 0)  # (W,), NaN among them
     weights = torch.where(is_out, 0.0, weights)
     total, out = (weights * tokens).sum(), (is_out & mine).any()
+    # Times W, for the average inside divides by W.
     share = len(rows) * torch.where(mine, weights, 0.0).sum() / torch.where(total > 0, total, 1.0)
     number = is_out.sum()
     after = state._replace(
@@ -186,6 +198,7 @@ def weighed(
         norm=torch.where(norm.isfinite(), norm, 0.0),  # no state holds what is not finite
         out=out,
         left_out=state.left_out + number,
+        # (W,) -> (), the first one that is true
         first=torch.where(number > 0, is_out.long().argmax(), -1),
         number=number,
     )

@@ -88,6 +88,7 @@ def primal_average(
 
     def init(params: Tree) -> PrimalAverageState:
         tree.check_real(params, "params")
+        # A copy: z in the memory of the params would be y.
         fast = tree.map(lambda p: p.detach().to(_wide(p), copy=True), params)
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
         step = torch.zeros((), dtype=torch.int64, device=device)
@@ -102,6 +103,7 @@ def primal_average(
             y = tree.map(lambda p: p.to(_wide(p)), params)
             moves, inner_state = move(updates, state.inner, y)
             zeros = tree.map(torch.zeros_like, y)
+            # Updates of zeros, so that what comes back is the shrinkage alone.
             shrinks, decay_state = shrink(zeros, state.decay, state.fast if decays == "fast" else y)
             z = tree.map(torch.add, state.fast, shrinks) if decays == "fast" else state.fast
             start = tree.map(torch.add, y, shrinks) if decays == "params" else y

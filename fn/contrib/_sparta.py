@@ -32,6 +32,7 @@ def chosen(n: int, piece: int, turn: Tensor, number: int, seed: int, device: tor
     """Return which of the n elements of tensor `number` are averaged in a turn, ascending int64; None for all."""
     if piece == 1 or n == 0:
         return None
+    # (n / piece,), rounded up: the last piece may be shorter
     starts = torch.arange(0, n, piece, dtype=torch.int64, device=device)
     lengths = (n - starts).clamp(max=piece)
     key = hashed(hashed(hashed(seed % MASK) + number) + turn)
@@ -57,6 +58,7 @@ def _means(own: list[Tensor], axis: AxisNames) -> list[Tensor]:
         alike.setdefault((x.dtype, x.device), []).append(i)
     found = [*own]
     for places in alike.values():
+        # (n_i,) each -> (n,), in one message
         mean = exact_mean(torch.cat([own[i] for i in places]), axis, consume=True)
         for i, part in zip(places, mean.split([own[i].numel() for i in places]), strict=True):
             found[i] = part
@@ -110,12 +112,15 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> fn.Tran
         tree.check_real(params, "params")
         check_agreement(axis, {"density": float(density), "seed": seed}, device_of(params))
         zero = torch.zeros((), dtype=torch.int64, device=device_of(params))
+        # A clone: of two numbers in one memory, an adapter that writes states in place would keep the last one for
+        # both.
         return SparseAverageState(zero, zero.clone())
 
     def compressed(updates: Tree, state: SparseAverageState, params: Tree, /) -> tuple[Tree, SparseAverageState]:
         check_state(state, SparseAverageState)
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
+        # (...) -> (n,), float32 for half precision
         wide = [x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1) for x in leaves]
         paths = tree.paths(updates)
         # by name, not by place: keys of dicts come in any order, and all ranks must choose the same elements
@@ -127,6 +132,7 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> fn.Tran
         means = _means(own, axis)
         ok = all_finite(means)  # not of what is merged: a rank's own NaN elsewhere would be seen by that rank alone
         means = [torch.where(ok.to(x.device), x, old) for x, old in zip(means, own, strict=True)]
+        # (n / piece,) -> (n,), at the places that were chosen
         merged = [new if at is None else x.scatter(0, at, new) for x, at, new in zip(wide, places, means, strict=True)]
         after = SparseAverageState(state.turn + 1, state.left_out + (~ok).to(state.left_out))
         shaped = [x.view(leaf.shape).to(leaf.dtype) for x, leaf in zip(merged, leaves, strict=True)]

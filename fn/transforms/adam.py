@@ -41,7 +41,7 @@ class Adam(NamedTuple):
     corrected: bool = True
 
     def __call__(self, updates: Tree, state: Moments, params: Tree, /) -> tuple[Tree, Moments]:
-        """Return what becomes of the updates, and the next state."""
+        """Return Adam's directions, and the next state."""
         return self.applied(updates, state)
 
     def over(self, updates: Tree, state: Moments, params: Tree) -> tuple[Tree, Moments]:
@@ -49,7 +49,7 @@ class Adam(NamedTuple):
         return self.applied(updates, state, out=updates)
 
     def applied(self, updates: Tree, state: Moments, out: Tree | None = None) -> tuple[Tree, Moments]:
-        """Return what becomes of the updates, and the next state. out: as for `leafwise.apply`."""
+        """Return Adam's directions, and the next state. out: as for `leafwise.apply`."""
         check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)
         mu, nu = moving_average(state.mu, updates, self.b1), moving_average_of_squares(state.nu, updates, self.b2)
@@ -216,6 +216,7 @@ def scale_by_onebit_adam(
         else:  # the same in one pass over memory
             mu, out = kept_direction(state.mu, state.nu, eps, limit)
             state = state._replace(mu=mu)
+        # A clamp would make a finite step of an infinite momentum, and no guard would skip it.
         return (nan_unless_finite(out, state.mu) if limit < math.inf else out), state
 
     frozen_step = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit, compressed)
@@ -240,6 +241,7 @@ def limit_of(max_step: float | None) -> float:
     if max_step is None:
         return math.inf
     check_number("max_step", max_step)
+    # Asked like this, NaN is refused, too.
     if not max_step > 0.0:
         raise ValueError(expected("max_step", "a number above 0, or None for no clamp", f"{max_step}"))
     return float(max_step)
@@ -264,6 +266,8 @@ def zero_moments(params: Tree) -> Tree:
 
 def zeros_like_moment(p: Tensor) -> Tensor:
     """Return zeros in the dtype that moments of p have: float32 for half precision, else p's own."""
+    # In bfloat16 a second moment would stand still: a step of a thousandth of its size is less than half a unit in its
+    # last place.
     dtype = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
     return torch.zeros(p.shape, dtype=dtype, device=p.device)
 
@@ -284,6 +288,7 @@ def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[
     if not is_concrete(m, v) or is_recorded((m, v)) or not reference.steps.is_normal(eps, v.dtype):
         # The op has no derivative, its kernels have no case for 0 / 0, and a compiler fuses the reference itself.
         return reference.steps.direction(m, v, eps, max_step)
+    # (...) -> (1, n), a row, as its kernels take them
     kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps, max_step)
     return kept.view(m.shape), out.view(m.shape)
 
@@ -312,9 +317,11 @@ def adam_direction(
     Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction. out: what may be
         written over, where it has the dtypes of mu.
     """
+    # Of another dtype it would round the direction, or have no room for it.
     if out is not None and [x.dtype for x in tree.leaves(out)] != [m.dtype for m in tree.leaves(mu)]:
         out = None
 
+    # With an eps of 0, or one that rounds to it, sqrt(nu) + eps may be zero, and the kernels have no case for 0 / 0.
     if not all(reference.steps.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
 
         def divide(m: Tensor, v: Tensor) -> Tensor:

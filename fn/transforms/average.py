@@ -103,7 +103,7 @@ def average(
         codec: what the updates travel as; None is full precision. A warm-up in full precision of a fifth of a run whose
             other steps send one bit per element is most of what the run sends; in `int8()` it takes a quarter of the
             bytes of float32, in `int4()` an eighth.
-        feedback: what becomes of the residual errors, where there is a codec; None is `damped()`, which keeps a byte
+        feedback: how residual errors are kept, where there is a codec; None is `damped()`, which keeps a byte
             per element.
         layout: as for `compressed_average`.
     Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
@@ -135,6 +135,7 @@ def average(
 def _exact_average(axis: AxisNames | None) -> Transform:
     def init(params: Tree) -> Tree:
         if axis is not None:
+            # Ranks with other leaves would send vectors of other lengths, and wait or read wrong numbers.
             check_agreement(axis, {"average": axis, **describe_leaves(params)}, device_of(params))
         return ()
 
@@ -253,7 +254,7 @@ def _same(given: Feedbacks | None, feedback: Feedbacks) -> bool:
 
 
 def _feedbacks_in(feedback: Feedbacks | None) -> list[Feedback]:
-    """Return the feedbacks in an argument; what is none is refused elsewhere."""
+    """Return the feedbacks in an argument; `hops` refuses an argument that holds anything else."""
     several: Any = feedback if type(feedback) in (tuple, list) else (feedback,)
     return [one for one in several if isinstance(one, Feedback)]
 
@@ -294,12 +295,14 @@ def _in_codes(
         for bucket in arrange(leaves):
             segments = bucket.segments
             zeros = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
+            # zeros (n,) -> a worker error (n,) and a server error (n / W,), or what the feedback makes of them
             worker.append(errors_of(zeros, segments, feedback)[0])
             server.append(errors_of(zeros, segments, server_feedback)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):  # for checkpoints that are loaded on another number of ranks
             (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, server_feedback)
 
+            # Without servers every rank has the whole vector, one row whatever the number of ranks.
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
@@ -314,6 +317,7 @@ def _in_codes(
         if gather_feedback is None:
             rule = axis, codec, feedback
             return compressed_all_reduce(x, errors, *rule, segments=segments, consume=consume, servers=servers)
+        # Two calls, for one call knows one feedback for both halves: (n,) -> (n / W,) -> (n,).
         shard, worker = reduce_scatter_mean(x, errors[0], axis, codec, feedback, segments=segments)
         whole, server = all_gather_shards(shard, errors[1], axis, codec, gather_feedback, segments=segments)
         return whole, (worker, server)
@@ -330,6 +334,7 @@ def _in_codes(
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, ErrorFeedbackState)
             tree.check_real(updates, "updates")
+            # On one rank nothing is lost, so errors stay; `differences()` have to add up even there.
             if axis_size(axis) == 1 and delivered is None:
                 return primitives.pmean(updates, axis), state
             leaves, structure = tree.flatten(_in_order(updates, params))
@@ -340,6 +345,7 @@ def _in_codes(
                 wanted, got = f"errors of the {len(vectors)} vectors that the updates make", f"{lengths.pop()}"
                 raise ValueError(expected("state", wanted, got, "a state belongs to the params that init got"))
             for bucket, worker_error, server_error in zip(vectors, *state, strict=True):
+                # (n_i,) of the leaves -> (n,), W rows end to end
                 x = layouts.join(leaves, bucket)
                 consume = layouts.is_fresh(x, leaves, bucket)  # else x is the caller's memory
                 mean, errors = mean_of(x, (worker_error, server_error), bucket.segments, consume)

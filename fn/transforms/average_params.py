@@ -117,6 +117,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
         alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
         kinds = params, *(roles.find(inner_state, kind) for kind in ("first_moment", "second_moment"))
+        # A state for each kind: errors of params must not enter the next mean of moments.
         syncs = tuple(sync.init(_wide(kind)) if tree.leaves(kind) else () for kind in kinds)
         fine = torch.zeros((), dtype=torch.float32, device=device)
         return AverageParamsState(inner_state, syncs, alone, dropped, left_out, fine)
@@ -138,12 +139,14 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
             check_state(state, AverageParamsState)
             check_params(params)
             moves, inner_state, ok = taken_alone(update, updates, state.inner, params, shards)
+            # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
             dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
             return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
         return OuterLocal(update, alone_by, (), {"sync": sync}, local)
 
     def averaged(number: int, params: Tree, state: AverageParamsState) -> tuple[Tree, AverageParamsState]:
+        # Refused before anything is sent.
         if number >= len(AVERAGED):
             raise ValueError(expected("phase.begin", f"a number below {len(AVERAGED)}", f"{number}"))
         inner_state, syncs, left_out = state.inner, [*state.sync], state.left_out
@@ -157,14 +160,18 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
                 continue
             wide = _wide(before)
             after, of_sync = sync.compressed_update(wide, syncs[place], wide)
+            # One mean on all ranks is finite on all of them or on none. Of unequal means a rank sees its own only, and
+            # would leave out what the others keep.
             if not unequal:
                 ok = all_finite(tree.leaves(after))
+                # The errors, too: with a NaN in them every later mean would be NaN.
                 after, of_sync = _chosen(ok, after, wide), _chosen(ok, of_sync, syncs[place])
                 left_out = left_out + (~ok).to(left_out)
             after, syncs[place] = tree.map(lambda new, old: new.to(old.dtype), after, before), of_sync
             if kind == "params":
                 params = after
             else:
+                # `find` and `replace` walk a state in one order, so each mean returns to where its moment was.
                 inner_state = roles.replace(inner_state, kind, partial(_next, iter(after)))
         return params, state._replace(inner=inner_state, sync=tuple(syncs), left_out=left_out)
 

@@ -101,6 +101,7 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
 
     def init(params: Tree) -> Tree:
         tree.check_real(params, "params")
+        # parts (chunks, length) as leaves; detached, so that no state holds the graph of the params
         return inner.init(basis.parts_of([p.detach() for p in tree.leaves(params)]))
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
@@ -144,6 +145,7 @@ def _of_length(sync: Callable[[int], Transform]) -> Callable[[int], Transform]:
 
 def _places(parts: Sequence[Tensor]) -> dict[int, list[int]]:
     """Return where the parts of each length are, the shortest first."""
+    # 0 for a part without chunks, which takes part in no exchange
     lengths = [part.shape[1] if part.numel() else 0 for part in parts]
     return {n: [i for i, length in enumerate(lengths) if length == n] for n in sorted({*lengths} - {0})}
 
@@ -159,6 +161,7 @@ def _by_length(made: Callable[[int], Transform]) -> Transform:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, tuple)
             (leaves, structure), params_leaves, after = tree.flatten(updates), tree.leaves(params), []
+            # Those without numbers are in no exchange, and are returned as new tensors.
             out = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if not x.numel() else x for x in leaves]
             for (length, chosen), part_state in zip(_places(leaves).items(), state, strict=True):
                 parts = [leaves[i] for i in chosen], part_state, [params_leaves[i] for i in chosen]
@@ -268,10 +271,13 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
     def into_alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         room, dtype = _Room(tensors), scale_dtype(tensors[0]) if cosines else tensors[0].dtype
         plan = layout_of(tuple(x.shape for x in tensors), room.most)
+        # the views that are cut: the matrix for tiles, all dimensions for cosines
         framed = [x.reshape(frame(x.shape)) if x.numel() else x for x in tensors]
+        # for each length (chunks, length), those of all tensors end to end
         vectors = {length: room.empty((chunks, length), dtype) for length, chunks in plan.chunks.items()}
         for batch in plan.batches:
             place = vectors[batch.length].narrow(0, batch.start, batch.chunks).view(-1, *batch.sides)  # (N, sides...)
+            # Tiles go to their place at once; cosines are made of a copy of the tiles, and written there.
             x, done = room.empty(place.shape, tensors[0].dtype) if cosines else place, 0
             for counts, pieces in batch.runs:
                 several = math.prod(counts)
@@ -280,6 +286,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
                 done += several
             if cosines:
                 _transform(x.to(dtype), place, room, inverse=False)
+        # A basis gives at least one part: of a tensor without elements it has no chunks.
         empty = [room.empty((0, 1), dtype)]
         return [[vectors[n].narrow(0, start, chunks) for n, start, chunks in of_one] or empty for of_one in plan.parts]
 
@@ -290,10 +297,13 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         plan = layout_of(tuple(shapes), room.most)
         vector = room.empty((sum(shape.numel() for shape in shapes),), first[0].dtype)  # all tensors, end to end
         ends = [home + shape.numel() for home, shape in zip(plan.homes, shapes, strict=True)]
+        # (n,) -> views in the shapes of the tensors, which are the results
         tensors = [vector[home:end].view(s) for home, end, s in zip(plan.homes, ends, shapes, strict=True)]
         for batch in plan.batches:
             pieces = [piece for _, of_run in batch.runs for piece in of_run]
+            # (chunks, length) -> (chunks length,)
             rows = [parts[p.tensor][p.part].narrow(0, p.first, p.chunks).reshape(-1) for p in pieces]
+            # vectors end to end -> (N, sides...)
             x, done = end_to_end(rows).view(-1, *batch.sides), 0
             if cosines:
                 made = room.empty(x.shape, x.dtype)
@@ -303,9 +313,11 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
                 several = math.prod(counts)
                 if others:  # neighbours in the vector of all
                     assert piece.home is not None
+                    # (several length,) -> (counts..., sides...), one view through several tensors
                     place = _in_tiles(vector[piece.home :][: several * batch.length], counts, batch.sides)
                 else:
                     place = piece.of(tensors[piece.tensor].view(frame(shapes[piece.tensor])))
+                # (several, sides...) -> (counts..., sides...)
                 place.copy_(x.narrow(0, done, several).view(*counts, *batch.sides))
                 done += several
         return tensors
@@ -420,6 +432,7 @@ def _layout(shapes: Sequence[tuple[int, ...]], side_of: Callable[[int], int], mo
         regions.append([*itertools.product(*cuts)] if math.prod(shape) else [])
     lengths = [[math.prod(side for _, _, side in region) for region in of_one] for of_one in regions]
     homes, end = [0] * len(shapes), 0
+    # Tensors with tiles of one length become neighbours, so that one copy moves tiles of several.
     for i in sorted(range(len(shapes)), key=lambda i: lengths[i][:1]):
         homes[i], end = end, end + math.prod(shapes[i])
     pieces: dict[int, list[_Piece]] = {}
@@ -431,6 +444,7 @@ def _layout(shapes: Sequence[tuple[int, ...]], side_of: Callable[[int], int], mo
             starts, counts, sides = zip(*region, strict=True)
             across = math.prod(counts[1:])
             is_whole = across * length == sides[0] * width  # nothing else lies beside it
+            # rows of tiles that fit in a batch; one, if that is larger already
             step = max(1, most // (across * length))
             for row in range(0, counts[0], step):
                 start = starts[0] + row * sides[0]
@@ -471,6 +485,7 @@ def _grouped(pieces: list[_Piece], fits: Callable[[_Piece, _Piece], bool], most:
 def _in_tiles(x: Tensor, counts: Sequence[int], sides: Sequence[int]) -> Tensor:
     """Return a view (counts..., sides...) of elements that are cut along each dimension into whole tiles."""
     x = x.view([n for pair in zip(counts, sides, strict=True) for n in pair])  # (count, side, count, side, ...)
+    # -> (count, count, ..., side, side, ...)
     return x.permute([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
 
 
@@ -481,16 +496,20 @@ def _transform(x: Tensor, out: Tensor, room: _Room, *, inverse: bool) -> None:
         matrix = _cosines(side, x.dtype, x.device)
         rows = x.reshape(-1, side, math.prod(x.shape[i + 2 :]))  # this side in the middle: one product for all others
         made = room.empty(rows.shape, x.dtype)
+        # (side, side) -> (rows, side, side), with a stride of 0 along the rows
         room.write(made, torch.bmm, (matrix if inverse else matrix.T).expand(rows.shape[0], side, side), rows)
         x = made.view(x.shape)
     matrix = _cosines(last, x.dtype, x.device)
+    # The last side is that of rows in memory, so one product does all tiles: (N others, last) (last, last).
     room.write(out.view(-1, last), torch.mm, x.view(-1, last), matrix.T if inverse else matrix)
 
 
 @cached_plan
 def _cosines(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the matrix (side, side) whose columns are the cosines: x @ it is the transform of x, it is orthonormal."""
+    # On the host in float64, rounded once: so it is orthonormal to the last digit, and alike for all devices.
     j = torch.arange(side, dtype=torch.float64, device="cpu")
+    # (side, 1) by (side,) -> (side, side)
     matrix = torch.cos(math.pi * (2 * j[:, None] + 1) * j / (2 * side)) * math.sqrt(2 / side)
     matrix[:, 0] *= math.sqrt(0.5)
     return matrix.to(device=device, dtype=dtype)

@@ -26,7 +26,7 @@ class ClipByNorm(NamedTuple):
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the clipped updates, and the state."""
         return self.run(updates, state, params)
 
 

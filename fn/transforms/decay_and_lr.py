@@ -25,7 +25,7 @@ class Decay(NamedTuple):
     weight_decay: float
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the updates with the decay added, and the state."""
         return self.applied(updates, params), state
 
     def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -33,7 +33,7 @@ class Decay(NamedTuple):
         return self.applied(updates, params, out=updates), state
 
     def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        """Return the updates with the decay added. out: as for `leafwise.apply`."""
         if self.weight_decay == 0:
             return updates
         check_params(params)
@@ -48,7 +48,7 @@ class Rate(NamedTuple):
     lr: float | Tensor
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the updates times -lr, and the state."""
         return self.applied(updates), state
 
     def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -56,7 +56,7 @@ class Rate(NamedTuple):
         return self.applied(updates, out=updates), state
 
     def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        """Return the updates times -lr. out: as for `leafwise.apply`."""
         tree.check_real(updates, "updates")
         return apply(rules.scaled, (updates,), -self.lr, out=out)
 

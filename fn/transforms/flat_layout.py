@@ -77,6 +77,7 @@ def _bucket(
     lengths = [sum(lengths)] if fused else lengths
     # of each tensor, its elements in a row: ceil(n / W) rounded up to the codec's alignment; row r has the r-th run
     widths = [-(-n // (world_size * align)) * align for n in lengths]
+    # (W, S): how many elements are real in row r of tensor s; the last rows may have none
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
     counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # also where the default device is "meta"
     return Bucket(places, shapes, Segments(tuple(widths), counts), fused)
@@ -87,13 +88,16 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     world_size = bucket.segments.valid.shape[0]
     tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]  # (n_i,) each
     if bucket.fused:
+        # (n_i,) each -> one vector, which is the only segment
         tensors = [end_to_end(tensors)]
     elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
+        # One row without padding: where leaves lie end to end, nothing is copied.
         return end_to_end(tensors)
     if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_concrete(*tensors) and not is_recorded(tensors):
         # Into memory that is used again in each step: fresh pages would cost more than the copy.
         table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype, tensors[0].device)
         clear_padding(table, tensors, bucket)
+        # (n_i,) each -> their places in the table (W, n / W)
         flats, rows = paired_views([t.detach() for t in tensors], table, bucket)
         if flats:
             torch._foreach_copy_(rows, flats)
@@ -103,6 +107,7 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         pad = world_size * width - flat.shape[0]
         pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))  # (n_i,) -> (W, width)
     if len(pieces) == 1:
+        # (W, width) -> (n,), without a copy
         return pieces[0].reshape(-1)
     return torch.cat(pieces, dim=1).reshape(-1)  # (W, n / W) -> (n,)
 
@@ -125,6 +130,7 @@ def is_fresh(x: Tensor, leaves: Sequence[Tensor], bucket: Bucket) -> bool:
     Else it is a view of the leaves, which lie end to end in memory, so that the first of them tells.
     """
     first = leaves[bucket.leaf_indices[0]]
+    # By storages: in a trace there are none to compare, and nothing is written over.
     return is_concrete(x, first) and x.untyped_storage()._cdata != first.untyped_storage()._cdata
 
 
@@ -151,12 +157,15 @@ def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> Sequence[Tensor] | Tens
     on_device = leaves[bucket.leaf_indices[0]].device.type != "cpu"
     if on_device or (not bucket.fused and len(bucket.leaf_indices) > 1):
         return join(leaves, bucket).view(rows, width)
+    # (n_i,) each -> (n,) without the padding behind it
     flat = end_to_end([leaves[i].reshape(-1) for i in bucket.leaf_indices])
+    # W views of (n / W,); the last ones may be shorter, or empty, and are padded
     cuts = [flat[r * width : (r + 1) * width] for r in range(rows)]
     return [row if row.shape[0] == width else _padded(row, width) for row in cuts]
 
 
 def _padded(row: Tensor, width: int) -> Tensor:
+    # (k,) -> (width,)
     out = memory_pool.empty((width,), row.dtype, row.device)
     out[: row.shape[0]].copy_(row)
     out[row.shape[0] :].zero_()
@@ -167,8 +176,10 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     """Return vectors as one. If they lie end to end in memory, as with `flatten_parameters`, it is a view of them."""
     eager = is_concrete(*tensors) and not is_recorded(tensors)
     if eager and adjoin(tensors):
+        # (n_i,) each -> (n,), a view of all of them
         return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
     if eager and tensors[0].device.type == "cpu":
+        # Memory that is used again: fresh pages would cost more than the copy.
         out = memory_pool.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype, tensors[0].device)
         return torch.cat(list(tensors), out=out)
     return torch.cat(list(tensors))
@@ -178,6 +189,7 @@ def adjoin(tensors: Sequence[Tensor]) -> bool:
     """Return whether vectors lie end to end in memory."""
     storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for t in tensors:
+        # A vector of one element may have any stride, and one of none may lie anywhere.
         if t.shape[0] > 1 and t.stride(0) != 1:
             return False
         if t.shape[0] and (t.storage_offset() != end or t.untyped_storage()._cdata != storage):
@@ -191,8 +203,10 @@ def split(vector: Tensor, bucket: Bucket) -> list[Tensor]:
     if bucket.fused:
         lengths = [shape.numel() for shape in bucket.shapes]
         ends = vector[: sum(lengths)].split(lengths)
+        # (n_i,) -> the shape of the leaf; the padding is behind all of them
         return [piece.view(shape) for piece, shape in zip(ends, bucket.shapes, strict=True)]
     pieces = _columns(vector.view(bucket.segments.valid.shape[0], -1), list(bucket.segments.widths))  # (W, width) each
+    # (W, width) -> (W width,), of which the first are the leaf's
     return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
 
 
@@ -220,9 +234,11 @@ def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> Non
     on_device = table.device.type != "cpu" and all(t.dtype == table.dtype for t in tensors)
     if on_device and all(t.numel() == rows * width for t, width in zip(tensors, widths, strict=True)):
         # one kernel; for a list of views with gaps, `_foreach_copy_` launches one each
+        # Detached: with gradients on, torch refuses an `out` that requires one.
         columns = [t.detach().view(rows, width) for t, width in zip(tensors, widths, strict=True)]
         torch.split_with_sizes_copy(table, widths, dim=1, out=columns)
         return
+    # (W, n / W) -> (n_i,) each, piece by piece
     flats, pieces = paired_views([t.view(-1) for t in tensors], table, bucket)
     if flats:
         torch._foreach_copy_(flats, pieces)

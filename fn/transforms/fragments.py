@@ -39,14 +39,17 @@ def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
     if fragments is None:
         return [[*range(count)]]
     if isinstance(fragments, int):
+        # At least one, even without leaves: a state has an entry for each fragment.
         return [[*range(f, count, fragments)] for f in range(min(fragments, max(count, 1)))]
     numbered = tree.in_order(fragments(params), params, "fragments")
     numbers_of = tree.leaves(numbered)
     for path, number in zip(tree.paths(numbered), numbers_of, strict=True):
+        # True is a whole number in Python, and would be fragment 1.
         if not isinstance(number, numbers.Integral) or isinstance(number, bool):
             raise TypeError(expected("fragments", f"leaf {path!r} to be a whole number", f"{number!r}"))
         if number < 0:
             raise ValueError(expected("fragments", f"leaf {path!r} to be a number from 0", f"{number}"))
+    # A number that no leaf has makes an empty fragment: rounds name fragments by their numbers.
     parts: list[list[int]] = [[] for _ in range(1 + max(numbers_of, default=0))]
     for place, number in enumerate(numbers_of):
         parts[number].append(place)

@@ -76,7 +76,7 @@ class TrustRatio(NamedTuple):
     max_coeff: float
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the updates times their trust ratios, and the state."""
         return self.applied(updates, params), state
 
     def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -84,10 +84,11 @@ class TrustRatio(NamedTuple):
         return self.applied(updates, params, out=updates), state
 
     def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        """Return the updates times their trust ratios. out: as for `leafwise.apply`."""
         check_params(params)
         tree.check_real(updates, "updates")
         leaves, weights = tree.flatten_alike((updates, params))[0]
+        # (S,), a number for each tensor
         ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), *self)
         if len({u.device for u in leaves}) < 2:
             return apply(rules.scaled, (updates,), ratios, out=out)
@@ -232,8 +233,10 @@ def scale_by_onebit_lamb(
             lambda g, m, s: torch.lerp(g.to(m.dtype), m, hyper.b1) * s, updates, state.mu, state.scaling
         )
         mean, sync_state = sync.compressed_update(sent, state.sync, params)
+        # Back from the common scale, with the factors that it was sent with; all ranks have the same ones.
         mu = keep_unseen_at_zero(tree.map(lambda m, s: m / s, mean, state.scaling), state.nu)
         out, state = frozen_step(hypers_of(updates), limit, mu, state, params)
+        # A clamp would make a finite step of an infinite momentum, and no guard would skip it.
         return (nan_unless_finite(out, mu) if limit < math.inf else out), state._replace(sync=sync_state)
 
     rule = OnebitLamb(hyper, sync.compressed_update, limit, compressed)
@@ -298,6 +301,8 @@ def _step_tensor(
     factor: Tensor,
 ) -> tuple[Tensor, ...]:
     """Return the update, nu_fresh, the factor and the ratio of one tensor after a compressed step."""
+    # The gradient that leads from the last momentum to this one is alike on all ranks; with a rank's own the factors
+    # would differ between ranks.
     fresh = moving_average_of_squares(fresh, (mu - h.b1 * mu_last) / (1 - h.b1), h.b2)
     q = adam_direction(mu, nu, h.eps, max_step=max_step)
     u = _decayed(q, p, h)
@@ -312,13 +317,14 @@ def moved_coefficient(h: LambHyper, coefficient: Tensor, ratio: Tensor) -> Tenso
 
 
 def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
-    """Return what a compressed step is scaled by."""
+    """Return the factor of a compressed step: the coefficient, 1 if no ratio was ever taken, times the factor."""
     return torch.where(coefficient == 0, 1.0, coefficient) * factor
 
 
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
     if not nu.numel():  # there is no largest element
         return last
+    # (...) -> (), the largest of the tensor
     f = reference.steps.over_root(rules.denominator(nu, h.eps), fresh, h.eps).max().to(last.dtype)
     return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
 
@@ -326,9 +332,11 @@ def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Te
 def bounded_factor(h: LambHyper, last: Tensor, f: Tensor, q: Tensor, u: Tensor) -> Tensor:
     """Return the factor after a compressed step, from the largest ratio f and the norms of q and u, like the last."""
     if h.weight_decay > 0:
+        # Where u is zero, q / 0 would be NaN or infinite.
         share = (q / u.clamp(min=torch.finfo(last.dtype).tiny)).clamp(max=1.0)
         f = share * f + 1 - share
     f = f.clamp(h.factor_min, h.factor_max)
+    # Last, for the threshold wins over the bounds.
     return f.minimum(last * (1 + h.factor_threshold)).maximum(last * (1 - h.factor_threshold))
 
 
@@ -365,8 +373,9 @@ def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
 
 
 def ratio_of(weight: Tensor, update: Tensor, low: float, high: float) -> Tensor:
-    """Return the trust ratio of norms."""
+    """Return the trust ratio, from the norms of the weight and of the update."""
     known = (weight > 0) & (update > 0)
+    # Divided by 1 where the ratio is not taken: behind the outer selection a derivative would still meet 0 / 0.
     return torch.where(known, (weight / torch.where(known, update, 1.0)).clamp(low, high), 1.0)
 
 
@@ -378,6 +387,7 @@ def common_scale(mu: Tree) -> Tree:
     # (S,), in float64: a quotient of two of them is a factor of every number that travels
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
     scaling = common_scale_of(rms)
+    # (S,) -> S numbers (), each on the device of its tensor
     parts = [s.to(m.device, layout.scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
     return tree.unflatten(structure, parts)
 
@@ -388,12 +398,14 @@ def common_scale_of(rms: Tensor) -> Tensor:
     They are at most the largest float32: where a momentum fades out, the quotient would overflow.
     """
     alive = rms > 0
+    # (S,) -> (), over those that are not zero
     mean = rms.sum() / alive.sum().clamp(min=1)
     scaling = (mean / torch.where(alive, rms, 1.0)).clamp(max=torch.finfo(torch.float32).max)
     return torch.where(alive, scaling, 1.0)
 
 
 def _norm(x: Tensor) -> Tensor:
+    # Wide: the square of a float16 overflows from 256 on.
     norm: Tensor = torch.linalg.vector_norm(x.to(layout.scale_dtype(x)))
     return norm
 

@@ -136,8 +136,7 @@ def low_rank_average(
         rank: r, a whole number; or which fraction of the smaller side, a float in (0, 1], rounded up. A matrix whose
             own rank is no larger travels exactly. Raise it where the loss lags behind exact averages: bytes grow with
             it, and time a little.
-        feedback: what becomes of what was not delivered; None is `classic()`. With `off()` the directions that the
-            factors miss are lost.
+        feedback: how errors are kept; None is `classic()`. With `off()` the directions that the factors miss are lost.
         mean: what averages the factors, such as `compressed_average(axis, int8(), off())`; None: exactly. It must keep
             no errors: the basis changes in each step, so an error would mean nothing in the next one. What travels
             exactly is then a message of its own. What codes lose of the factors is in no error.
@@ -170,11 +169,13 @@ def low_rank_average(
     exact = average(axis)
 
     def plan_of(shape: torch.Size, exact: bool) -> _Plan:
+        # a tensor (n, ...) counts as a matrix (n, all others)
         rows = shape[0] if shape else 1
         columns = math.prod(shape[1:])
         least = min(rows, columns)
         r = max(1, math.ceil(round(rank * least, 6))) if isinstance(rank, float) else int(rank)  # 0.07 * 100 > 7
         r = min(-(-r // multiple_of) * multiple_of, least)
+        # both factors, (rows, r) and (columns, r), against the matrix
         shrinks = r < least and (rows + columns) * r * min_rate < rows * columns
         iterated = not exact and len(shape) > 1 and least > 0 and (shrinks or orthonormal)
         return _Plan(rows, columns, r if iterated else 0, iterated and shrinks, orthonormal and rows < columns)
@@ -191,10 +192,12 @@ def low_rank_average(
         plans = [plan_of(p.shape, bool(mark)) for p, mark in zip(leaves, marks, strict=True)]
         generator = np.random.default_rng(seed)
         pairs = list(zip(leaves, plans, strict=True))
+        # errors (n,), as vectors; Q (m, r); () for what travels as it is
         errors = tuple(feedback.init(p.new_zeros(p.numel())) if plan.rank else () for p, plan in pairs)
         q = tuple(_drawn(p, plan, generator) if plan.rank else () for p, plan in pairs)
         states: tuple[Tree, Tree] = ((), ())
         if mean is not None:
+            # of each matrix (n, r) and (m, r), with which `mean` is made
             factors = [[p.new_zeros(rows, plan.rank, dtype=scale_dtype(p)) for rows in _sides(plan)]
                        for p, plan in pairs if plan.in_factors]  # fmt: skip
             states = (mean.init([left for left, _ in factors]), mean.init([right for _, right in factors]))
@@ -216,6 +219,7 @@ def low_rank_average(
         for i, (shape, dtype, device, exact) in enumerate(kinds):
             alike.setdefault((plan_of(shape, exact), dtype, device), []).append(i)
         stacks = [_Stack(tuple(places), plan) for (plan, _, _), places in alike.items() if plan.rank]
+        # Those in factors first, so that `[:sent]` are they; the sort is stable, and keeps the order of the leaves.
         return sorted(stacks, key=lambda stack: not stack.plan.in_factors)
 
     def with_mean(mean: Transform | None) -> UpdateFn:
@@ -227,11 +231,14 @@ def low_rank_average(
                 together = [*factors, *whole]
                 means, _ = exact.warmup_update(together, (), together)
                 return means[: len(factors)], means[len(factors) :]
+            # (B, r, m) -> (B, m, r), as `mean` was made for them
             pairs = zip(stacks, [x.mT for x in factors] if flipped else factors, strict=True)
+            # (B, n, r) -> B factors (n, r), each at the place of its leaf
             each = dict(sorted(pair for stack, x in pairs for pair in zip(stack.places, x.unbind(), strict=True)))
             # Matrix by matrix, in the order of the leaves, so that no codec's scale is that of a whole stack.
             coded, _ = mean.compressed_update([*each.values()], state, [*each.values()])
             mean_of = dict(zip(each, coded, strict=True))
+            # B factors (n, r) -> (B, n, r)
             means = [torch.stack([mean_of[i] for i in stack.places]) for stack in stacks]
             return [x.mT for x in means] if flipped else means, exact.warmup_update(whole, (), whole)[0]
 
@@ -246,6 +253,7 @@ def low_rank_average(
                 cure = "a state belongs to the params that it was made for"
                 raise ValueError(expected("state", f"one for {len(leaves)} tensors", f"{len(state.q)}", cure))
             pairs = zip(leaves, state.q, strict=True)
+            # () in place of a basis says that init found a tensor not to be iterated.
             stacks = stacks_of(tuple((g.shape, g.dtype, g.device, isinstance(basis, tuple)) for g, basis in pairs))
             sent = sum(stack.plan.in_factors for stack in stacks)  # these are the first ones
             iterated = {i for stack in stacks for i in stack.places}
@@ -258,11 +266,13 @@ def low_rank_average(
             q, errors = bases, list(state.errors)
             for step in range(iterations):
                 q = orthonormalized(q)  # (B, m, r)
+                # this rank's P, (B, n, m) (B, m, r) -> (B, n, r)
                 p = [torch.bmm(_matrix(x, s.plan), right) for x, s, right in zip(c[:sent], stacks, q, strict=False)]
                 # What does not travel in factors goes along with the first ones: another message would cost a latency.
                 exactly = [*c[sent:], *means_of_whole] if step == 0 else []
                 p, means = exchange(stacks[:sent], p, exactly, state.mean[0])
                 if step == 0:
+                    # From here on they are means, and their products need no exchange.
                     c[sent:], means_of_whole = means[: len(c) - sent], means[len(c) - sent :]
                 rest = zip(c[sent:], stacks[sent:], q[sent:], strict=True)
                 p += [torch.bmm(_matrix(x, s.plan), right) for x, s, right in rest]
@@ -276,17 +286,21 @@ def low_rank_average(
                             errors[i] = error
                 r[:sent], _ = exchange(stacks[:sent], r[:sent], [], state.mean[1], flipped=True)
                 q = [x.mT for x in r]  # (B, m, r)
+            # Lists that would hold matrices as large as the gradients while the products below take memory.
             del exactly, means, r
 
             outs, q_after = list(leaves), list(state.q)
             for i, x in zip(whole, means_of_whole, strict=True):
+                # averaged wide, and rounded once
                 outs[i] = x.to(leaves[i].dtype).view(leaves[i].shape)
             for x, left, right, basis, stack in zip(c, p, q, bases, stacks, strict=True):
                 # A Q of zeros, from a step without a gradient, would stay zero for good: the last one is kept.
                 is_zero = torch.linalg.vector_norm(right, math.inf, (1, 2), keepdim=True) == 0  # (B, 1, 1)
                 basis = torch.where(is_zero, basis, right).contiguous()
+                # each column by its norm, (B, m, r) / (B, 1, r)
                 right = right / (right.norm(dim=1, keepdim=True) + EPS) if orthonormal else right
                 product = _product(left, right, stack.plan, x).to(leaves[stack.places[0]].dtype)
+                # (B, m, r) -> B bases (m, r); (B, rows, columns) -> B updates in the shapes of the leaves
                 for i, next_q, out in zip(stack.places, basis.unbind(), product.unbind(), strict=True):
                     q_after[i], outs[i] = next_q, out.view(leaves[i].shape)
             return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(q_after), state.mean)
@@ -345,6 +359,7 @@ def _compensated(
 ) -> list[Tensor]:
     """Return c of stacks, (B, rows, columns) each, float32 at least, in memory of their own."""
     places = [i for stack in stacks for i in stack.places]
+    # (n,) each, as the errors lie
     grads, before = [leaves[i].reshape(-1) for i in places], [errors[i] for i in places]
     rule = _keep_and_deliver(feedback)
     if rule is None:
@@ -353,6 +368,7 @@ def _compensated(
         likes = [leaves[stack.places[0]] for stack in stacks]
         shapes = [(len(stack.places), stack.plan.rows, stack.plan.columns) for stack in stacks]
         pairs = zip(shapes, likes, strict=True)
+        # Sums are written where the stack lies: to stack them afterwards would copy all gradients.
         c = [memory_pool.empty(shape, scale_dtype(like), like.device) for shape, like in pairs]
         out = [flat for x in c for flat in x.flatten(1).unbind()]  # (B, rows, columns) -> B times (rows columns,)
         elementwise(rules.plus, (grads, before), rule[0], like=1, out=[out])
@@ -360,6 +376,7 @@ def _compensated(
     else:
         compensated = elementwise(rules.plus, (grads, before), rule[0], like=1)
     each = iter(compensated)
+    # (n,) each -> (B, rows, columns)
     return [torch.stack([next(each).view(s.plan.rows, s.plan.columns) for _ in s.places]) for s in stacks]
 
 
@@ -376,11 +393,14 @@ def _errors(
     """Return the next errors of a stack, written into the memory of c where nobody else has that."""
     rule = _keep_and_deliver(feedback)
     if rule is None:
+        # (B, rows, columns) -> B vectors (n,), as the errors lie
         delivered = _product(p, r, stack.plan, c).flatten(1).unbind()
         triples = zip(c.flatten(1).unbind(), delivered, stack.places, strict=True)
         return [feedback.residual(x, sent, before[i]) for x, sent, i in triples]
     left, right = (r, p) if stack.plan.transposed else (p, r)
+    # c is read for the last time here, so errors may take its memory; a graph or a trace may need it.
     out = c if is_concrete(c) and not is_recorded([c]) else None
+    # c - deliver P R^T, (B, rows, columns) -> B vectors (n,)
     return torch.baddbmm(c, left, right.mT, alpha=-rule[1], out=out).flatten(1).unbind()
 
 
@@ -399,6 +419,7 @@ def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedba
         return [state.q[i] for i in places]
 
     def addends(bases: list[Tensor], world: int, rank: int) -> list[Tensor]:
+        # Rank 0 adds Q and the others zeros, so that the sum over the old ranks is Q.
         return [q.double().cpu() * (rank == 0) for q in bases]
 
     def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:

@@ -55,6 +55,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         check_params(params)
         flags = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
         for path, leaf in zip(tree.paths(flags), tree.leaves(flags), strict=True):
+            # True and False only: to ask a tensor in each step would wait for its device.
             if type(leaf) is not bool:
                 raise TypeError(expected("mask", f"leaf {path!r} to be True or False", type(leaf).__name__))
         return [i for i, keep in enumerate(tree.leaves(flags)) if keep]
@@ -68,6 +69,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             chosen, updates = places(params), tree.in_order(updates, params, "updates")
             new, state = inner_update(_pick(updates, chosen), state, _pick(params, chosen))
+            # New params of some leaves: those of the others come from their updates, for a step returns only one of
+            # both.
             if isinstance(new, NewParams):
                 others = apply_updates(params, updates)
                 return NewParams(_put(others, dict(zip(chosen, new.params, strict=True)))), state
@@ -84,7 +87,7 @@ Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
 
 
 def _on_some(exchange: Exchange, places: Callable[[Tree], list[int]]) -> Exchange:
-    """Return an exchange of params of which it has those in some places."""
+    """Return an exchange of all params that passes on those in some places only."""
 
     def on(f: Exchanging) -> Exchanging:
         def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -159,6 +162,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                         new_params.update(zip(chosen, new.params, strict=True))
                     else:
                         moves.update(zip(chosen, new, strict=True))
+                # One label returned new params, so all others become params as well: a step returns only one of both.
                 if new_params:
                     leaves = tree.leaves(params)
                     new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
@@ -179,6 +183,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
 
 def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, list[int]]]) -> Exchange:
     """Return the exchange of a label's params as one of all of them, in the state of a partition."""
+    # In a function of its own: lambdas made in a loop would all see the last label.
     some = _on_some(exchange, lambda params: places(params)[label])
     return some.within(lambda states: states[label], lambda states, own: {**states, label: own})
 
@@ -251,6 +256,7 @@ def hidden_and_other(
         given = tree.in_order(given, params, "labels")
         if unknown := {*map(str, tree.leaves(given))} - set(names):
             raise ValueError(expected("labels", "'hidden' or 'other' for each tensor", f"{sorted(unknown)}"))
+        # What the shape rules out is "other" whatever the label says: Muon would refuse it.
         return tree.map(lambda label, shape: names["other" if "other" in (label, shape) else "hidden"], given, shapes)
 
     return named
@@ -288,6 +294,7 @@ def apply_mask(mask: Tree) -> Transform:
 
     def multiply(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         def keep(u: Tensor, m: Tensor | None) -> Tensor:
+            # In the dtype of the updates: a float32 mask would widen those of half precision.
             return u if m is None else u * m.to(device=u.device, dtype=u.dtype)
 
         if isinstance(mask, Tensor):

@@ -40,14 +40,14 @@ class Trace(NamedTuple):
         return self.nesterov
 
     def __call__(self, updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
-        """Return what becomes of the updates, and the state with the next momentum."""
+        """Return the directions, and the state with the next momentum."""
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
         mu = self.moved(updates, state.mu)
         return self.direction(updates, mu), MomentumState(mu)
 
     def late(self, updates: Tree, state: MomentumState) -> tuple[Tree, Callable[[], None]] | None:
-        """Return what becomes of the updates, in the memory where the next momentum was formed, and what writes that.
+        """Return the directions, in the memory where the next momentum was formed, and a function that writes that.
 
         A momentum is as cheap to form once more as to copy. None: it is not finite, and the step may be skipped.
         """
@@ -63,7 +63,7 @@ class Trace(NamedTuple):
         return apply(rules.plus, (updates, mu), self.decay, like=1, out=out)
 
     def direction(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. mu: the next momentum. out: as for `leafwise.apply`."""
+        """Return the directions. mu: the next momentum. out: as for `leafwise.apply`."""
         return apply(rules.plus, (updates, mu), self.decay, like=1, out=out) if self.nesterov else mu
 
 

@@ -141,7 +141,7 @@ def orthogonalize(
 
 @says(name="orthogonalize", is_fresh=True)
 class NewtonSchulz(NamedTuple):
-    """How matrices are made orthogonal. triples: of each iteration. Others: as for `scale_by_muon`."""
+    """The rule of `orthogonalize`. triples: (a, b, c) of each iteration. Others: as for `scale_by_muon`."""
 
     triples: tuple[Triple, ...]
     eps: float
@@ -149,7 +149,7 @@ class NewtonSchulz(NamedTuple):
     dtype: torch.dtype | None
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the updates, made nearly orthogonal, and the state."""
         leaves, structure = tree.flatten(updates)
         return tree.unflatten(structure, orthogonal(leaves, self)), state
 
@@ -162,7 +162,7 @@ class NewtonSchulz(NamedTuple):
 def newton_schulz(
     eps: float, scale: Scale, coefficients: str | Sequence[Triple], dtype: torch.dtype | None
 ) -> NewtonSchulz:
-    """Return how matrices are made orthogonal. Args, Raises: as for `scale_by_muon`."""
+    """Return the rule of `orthogonalize`. Args, Raises: as for `scale_by_muon`."""
     check_number("eps", eps)
     if not 0 < eps < math.inf:
         raise ValueError(expected("eps", "a positive number", f"{eps}"))
@@ -191,18 +191,20 @@ FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
         None: lambda rows, columns: 1.0,
     }
 )
-"""Scale -> what a matrix of so many rows and columns is multiplied by."""
+"""Scale -> the factor of a matrix, from its rows and columns."""
 
 
 def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool = False) -> list[Tensor]:
-    """Return what `orthogonalize` makes of these, each in its own shape and dtype. Equal shapes make one batch.
+    """Return matrices made nearly orthogonal, each in its own shape and dtype. Equal shapes make one batch.
 
     Args: in_place: write over the matrices, in place of new memory.
     """
+    # Those without elements are made anew, too: results that are fresh share no memory with what came in.
     results = [z if in_place or z.numel() else z.new_empty(z.shape) for z in matrices]
     full = [i for i, z in enumerate(matrices) if z.numel()]  # those that other ranks own have no elements
     for places in batches([(matrices[i].shape, matrices[i].dtype, matrices[i].device) for i in full]):
         batch = [matrices[full[k]] for k in places]
+        # (b, m, n) as a batch, each matrix back in its own place
         for k, x in zip(places, _of_a_shape(batch, rule, batch if in_place else None), strict=True):
             results[full[k]] = x
     return results
@@ -233,15 +235,19 @@ def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Te
     x = x.to(torch.float32 if inside == torch.float16 else inside)
     rows, columns = x.shape[1:]
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps  # (b, 1, 1); eps keeps zeros zero
+    # `x` is the stack's own memory, or a copy of it, so it may be written; a graph needs the old numbers.
     x = (x.div_(norms) if is_concrete(x) and not is_recorded([x]) else x / norms).to(inside)
     for a, b, c in rule.triples:  # X X^T of the smaller side: p(X X^T) X is X p(X^T X)
         gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))  # (b, k, k), k = min(m, n)
         powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
+        # a X + (b A + c A^2) X, (b, m, n)
         x = torch.baddbmm(x, *((powers, x) if rows <= columns else (x, powers)), beta=a)
     factor = FACTORS[rule.scale](rows, columns)
     if out is not None:
+        # (b, m, n) -> b times the shape of a tensor
         made: list[Tensor] = elementwise(rules.scaled, (x.view(len(matrices), *shape).unbind(),), factor, out=[out])
         return made
+    # (b, m, n) -> b times the shape of a tensor; the factor comes first, so that the product is rounded once
     return (x * factor).to(dtype).view(len(matrices), *shape).unbind()
 
 

@@ -233,17 +233,22 @@ def outer(
     }
 
     def as_anchor(x: Tensor) -> Tensor:
+        # Float32 for half precision: a small outer step would round to nothing there, exchange after exchange.
         return x.to(host, dtype or torch.promote_types(x.dtype, torch.float32))
 
     def init(params: Tree) -> OuterState:
         tree.check_real(params, "params")
         check_holds(dtype, params)
+        # A clone: an anchor in the memory of params, which adapters write into, would move with them, and every
+        # difference would be zero.
         anchor = tree.map(lambda p: as_anchor(p.detach().clone(memory_format=torch.contiguous_format)), params)
         zeros = tree.leaves(tree.map(zeros_like_moment, params))
         parts = [[zeros[i] for i in places] for places in fragment_places(fragments, params)]
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
+        # Counters lie where the params do: on the host each step would wait for the device to count.
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
         alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
+        # () for a fragment without params: its rounds return at once, and send nothing.
         outer_states = tuple(outer_tx.init([x.to(host) for x in part]) if part else () for part in parts)
         sync_states = tuple(sync.init(part) if part else () for part in parts)
         begun = tuple(torch.zeros((), dtype=torch.bool, device=device) if part else () for part in parts)
@@ -259,6 +264,7 @@ def outer(
         check_alike(state.alone)
         moves, inner_state = inner.warmup_update(updates, state.inner, params)
         ok = all_finite(tree.leaves(moves))
+        # An anchor that is NaN on one rank of an island only would make that rank skip alone.
         ok = true_on_all(ok, inside, device_of(params))
         anchor = tree.map(as_anchor, apply_updates(params, moves))
         # a guard around it looks at the anchor only, so what is wrong elsewhere has to show there
@@ -271,6 +277,7 @@ def outer(
         def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
             updates, params = check_arguments(updates, state, params, OuterState, "anchor")
             moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
+            # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
             dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
             return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
@@ -302,6 +309,7 @@ def outer(
         sound = true_on_all(all_finite(differences), island, device_of(leaves))
         if island and not known(sound):
             differences = [torch.where(sound.to(x.device), x, torch.nan) for x in differences]
+        # With store="cpu" they wait in the host's memory, and `mean` brings them back to the device.
         differences = [alike(x.to(host)) for x in differences]
         # numbers of the average that belong to a difference: a weight multiplies them with it, from 1 on
         of_sync = roles.replace(state.sync[number], "difference", torch.ones_like)
@@ -324,9 +332,12 @@ def outer(
         means = [alike(x) for x in tree.leaves(means)]
         # Errors that a mean with a NaN left would make every later mean NaN: the old ones are kept.
         ok = true_on_all(all_finite(means), shards, device_of(leaves))
+        # What is to last goes on even where the mean is left out: with an old turn the next exchange would draw the
+        # same pairs, and a guard would forget whom it left out.
         lasting = iter(roles.find(after, "lasting"))
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
         after = roles.replace(after, "lasting", lambda old: next(lasting))
+        # A mean that is not finite is kept as well: `outer_step` sees it, and leaves the exchange out.
         pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, means, strict=True)])
         pending = tree.unflatten(structure, pending)
         return params, state._replace(pending=pending, sync=_with(state.sync, number, after))
@@ -334,6 +345,7 @@ def outer(
     def outer_step(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Take the outer step, if the exchange has begun."""
         params, leaves, places = chosen(number, state, params, "end")
+        # A flag on a device is not read here: the outer step is computed, and not selected below.
         if not places or _is_known(~state.begun[number]):
             return params, state
         begun, structure = state.begun[number], tree.flatten(params)[1]
@@ -341,17 +353,21 @@ def outer(
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]  # a narrow anchor would round the step away
         moves, outer_state = move(means, state.outer[number], wide)
+        # The sum takes the memory of the moves, where nothing else lies in it: a copy of the params less.
         new = lists.elementwise(rules.plus, (wide, moves), 1.0, out=room_in(moves, [*means, *wide]))
         rounded = [x.to(leaves[i].dtype) for i, x in zip(places, new, strict=True)]
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
+        # Rounded results, too: what is finite in float32 may overflow in float16 params, or in a narrow anchor.
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
         ok = true_on_all(ok, island, device_of(leaves))
         taken = ok & begun.to(ok.device)
+        # `sound` is true where no exchange ends, too. `counts`: nor did the average leave out this rank's difference.
         sound = counts = (state.sound[number] | ~begun).to(ok.device)
         for out in roles.find(state.sync[number], "out"):
             counts = counts & ~out.to(ok.device)
         if read(taken & counts):  # then nothing below is selected, which would take a pass and memory for each tensor
+            # Flags on the host, for what is below to know them without another wait.
             ok = taken = sound = counts = torch.ones_like(taken, device="cpu")
             after = stored
         else:
@@ -371,6 +387,7 @@ def outer(
             return tree.unflatten(structure, put(leaves, places, moved)), state
         moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
         instead = [leaves[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
+        # Only where an exchange has begun: a round that ends none would throw the local steps away.
         if on_skip == "anchor":
             instead = [_chosen(begun, x.to(p), p) for x, p in zip(after, instead, strict=True)]
         moved = put(leaves, places, [_chosen(taken, x, old) for x, old in zip(moved, instead, strict=True)])
@@ -394,16 +411,18 @@ def _healed(
 ) -> tuple[list[Tensor], OuterState]:  # fmt: skip
     """Give a rank that is not finite the anchor and a fresh inner state, where an exchange was left out.
 
-    Also where only its own difference was not finite, and the average left that out. Its params would otherwise make
-    every later mean not finite, and no exchange would ever be taken again.
+    So does a rank whose difference alone was not finite, and which the average left out. With the params that it has
+    every later mean would not be finite, and no exchange would ever be taken again.
 
     Args: island: axes whose ranks do it together. ok: where nothing was left out, 0-d. sound: where this rank's
         difference was finite, 0-d. params, moved: before the outer step and after it.
     """
+    # The inner state as well: a NaN in a moment would be back in the params after the next local step.
     is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
     fine = sound.to(is_finite.device) & (ok.to(is_finite.device) | is_finite)
     anchor, structure = tree.flatten(state.anchor)
     moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
+    # Made in every case, and selected below: to ask first whether it is needed would wait for the device.
     fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))
     return moved, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
 
@@ -411,9 +430,10 @@ def _healed(
 def taken_alone(
     update: UpdateFn, updates: Tree, state: Tree, params: Tree, shards: Sequence[str] = ()
 ) -> tuple[Tree, Tree, Tensor]:
-    """Take a step that this rank alone leaves out where it is not finite: no message tells the others.
+    """Take a step, or leave it out on this rank alone where it is not finite: no message tells the others.
 
-    Args: shards: axes over which the tensors are divided, whose ranks leave it out together. The others: of an update.
+    Args: update: what takes the step. updates, state, params: its arguments. shards: axes over which the tensors are
+        divided, whose ranks leave the step out together.
     Returns: its updates, -0.0 where it is left out; the state after it; whether it was taken, 0-d bool.
     """
     moves, after = update(updates, state, params)
@@ -423,6 +443,7 @@ def taken_alone(
     ok = true_on_all(ok, shards, device_of(params))
     if known(ok):
         return moves, after, ok
+    # -0.0 changes no param, not even one of -0.0, of which +0.0 would make 0.0.
     moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
     leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given
     chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state), strict=True)]
@@ -441,6 +462,7 @@ def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]]
     lr = last.lr
 
     def move(means: list[Tensor], state: Tree, params: list[Tensor]) -> tuple[list[Tensor], Tree]:
+        # All links but the rate, whose state is the last one of the chain's tuple.
         directions, after = _leaves_first(Chained((*front,))(means, state[:-1], params)) if front else (means, ())
         room = room_in(directions, [*means, *params, *tree.leaves((state, after))])
         moves = lists.elementwise(rules.scaled, (directions,), -lr, out=room)
@@ -454,13 +476,15 @@ def _leaves_first(result: tuple[Tree, Tree]) -> tuple[list[Tensor], Tree]:
 
 
 def room_in(tensors: list[Tensor], others: list[Tensor]) -> list[list[Tensor]] | None:
-    """Return tensors of a device as what may be written over; None if they lie in the memory of others, or elsewhere.
+    """Return the tensors as an `out` of `elementwise`; None if they share memory with others.
 
-    On a CPU results lie in memory that is used again, and a tensor at a time is enough.
+    None also in traces, where gradients are taken, and on a CPU: there results lie in memory that is used again.
     """
     on_device = all(x.device.type != "cpu" for x in tensors) and is_concrete(*tensors, *others)
+    # Autograd may need the old numbers, and a kernel writes lists of one dtype.
     if not on_device or any(x.requires_grad for x in (*tensors, *others)) or len({x.dtype for x in tensors}) > 1:
         return None
+    # By storages: a trace without nesterov returns its momentum itself, and views share memory as well.
     taken = {x.untyped_storage()._cdata for x in others}
     return None if any(x.untyped_storage()._cdata in taken for x in tensors) else [tensors]
 
@@ -484,6 +508,7 @@ def _zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [*map(torch.zeros_like, tensors)]
     kinds = {(x.dtype, x.device): x for x in tensors}
     zeros = {kind: x.new_zeros(()) for kind, x in kinds.items()}
+    # () -> the shape of each, with strides of 0: all are one number in memory
     return [zeros[x.dtype, x.device].expand_as(x) for x in tensors]
 
 

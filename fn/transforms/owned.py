@@ -119,7 +119,7 @@ def owned(
         axis: the axis' name.
         codec: how gradients travel to the owners in the compressed phase; None is exactly.
         gather: how updates travel back in the compressed phase; None is exactly.
-        feedback: what becomes of what codes leave out, at the rank that sends, of both; None is `classic()`.
+        feedback: how a rank keeps the errors of what it sends, both ways; None is `classic()`.
         cost: what the step of each tensor costs its owner, by which the ranks get equal shares: a tree of numbers like
             the params, or a function from params to one. None: of matrices what Newton-Schulz costs, the smaller side
             squared times the larger, of vectors their elements. Tensors of a shape are spread evenly, so that each
@@ -144,18 +144,22 @@ def owned(
     def errors_of(leaves: Sequence[Tensor], hop: Hop) -> tuple[Tree, ...]:
         if hop.exact:
             return tuple(() for _ in leaves)
+        # vectors (n,), n rounded up to the codec's alignment: an owner gets whole tensors, so there is one row
         zeros = [x.new_zeros(row.segments.row_length) for x, row in zip(leaves, rows_of(leaves, hop), strict=True)]
         return tuple(hop.feedback.init(x) for x in zeros)
 
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
         _check_whole(params)
+        # Detached: clones below would carry the graph of the params into the state.
         params = tree.map(Tensor.detach, params)
         leaves, structure = tree.flatten(params)
         owners = plan(params, axis_size(axis), cost)
         fields = {**describe((to_owner, to_all, inner)), **describe_leaves(params), "owners": owners}
+        # Before anything is sent: with other owners on another rank, both would wait for what nobody sends.
         check_agreement(axis, fields, device_of(params))
         own = _own(leaves, owners, axis)  # the shapes of the leaves here; (0, ...) for those of other ranks
+        # Clones: own tensors are the params themselves, and a state that keeps one would change with them.
         state = inner.init(tree.unflatten(structure, [x.clone() for x in own]))
         roles.check_same_params(state)
         # Labels that a function makes of sizes would differ where tensors have no elements, and so would the states:
@@ -165,6 +169,7 @@ def owned(
         if not to_owner.exact:
             rows = partial(rows_of, leaves, to_owner)
             reshapes.add((errors, errors_reshape(leaves, axis, lambda world: rows(), to_owner, to_owner)))
+        # Updates are made of float32 means, so their errors are float32 for half precision, too.
         of_owners = errors_of([x.to(wide(x.dtype)) for x in own], to_all)
         return OwnedState(state, errors, of_owners, torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
@@ -249,6 +254,7 @@ def newton_schulz_costs(params: Tree) -> Tree:
 
     def cost(p: Tensor) -> int:
         rows = p.shape[0] if p.ndim > 1 else 1
+        # a tensor (n, ...) counts as a matrix (n, all others)
         return p.numel() * (min(rows, p.numel() // max(1, rows)) if p.ndim > 1 else 1)
 
     return tree.map(cost, params)
@@ -285,10 +291,12 @@ def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[
     owners, loads = [0] * len(shapes), [0.0] * world  # loads: of what is left over; whole rounds load all ranks alike
     by_cost = sorted(kinds.items(), key=lambda entry: -entry[0][1])
     for (_, price), places in by_cost:
+        # Dealt in turn: every owner has as many of a shape, and Newton-Schulz iterates them as one batch.
         whole_rounds = len(places) // world * world
         for j, i in enumerate(places[:whole_rounds]):
             owners[i] = j % world
         for i in places[whole_rounds:]:
+            # Of equal loads the lowest rank, so that all ranks make the same plan.
             owners[i] = min(range(world), key=lambda r: (loads[r], r))
             loads[owners[i]] += price or 1e-9  # what costs nothing is spread, too
     return tuple(owners)
@@ -296,6 +304,7 @@ def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[
 
 def check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
     """Refuse a state of other params, of other costs or of another number of ranks with a ValueError."""
+    # Owners on a device are taken on trust: to compare them in each step would wait for it.
     if is_concrete(state.owners) and state.owners.device.type == "cpu" and tuple(state.owners.tolist()) != owners:
         wanted, got = (f"{len(o)} tensors, of which ranks own {_shares(o)}" for o in (owners, state.owners.tolist()))
         cure = "a state belongs to the params, the costs and the number of ranks that it was made for"
@@ -317,6 +326,7 @@ def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Ten
 
 
 def _without_elements(like: Tensor, dtype: torch.dtype) -> Tensor:
+    # (n, ...) -> (0, ...): it stays a matrix, as which an inner link may check it
     return like.new_empty((0, *like.shape[1:]), dtype=dtype)
 
 
@@ -332,11 +342,14 @@ def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str) -> l
         # (1, n) on each rank -> (W, n) on all of them: the mean is taken everywhere, and cut down to own tensors
         rows = to_owners([layouts.join(grads, bucket)[None] for bucket in buckets], [0] * len(buckets), axis)
         vectors = [mean_of_rows(identity(), some) for some in rows]
+        # (n,) -> the shapes of the gradients
         parts = [layouts.split(vector, bucket) for vector, bucket in zip(vectors, buckets, strict=True)]
         places = [i for bucket in buckets for i in bucket.leaf_indices]
         mean_of = dict(zip(places, (x for some in parts for x in some), strict=True))
         return _own([mean_of[i] for i in range(len(grads))], owners, axis)
+    # Contiguous, for a device sends large tensors from where they lie.
     columns = columns_to_owners([g.contiguous() for g in grads], owners, axis)  # of own tensors W each, None of others
+    # None in a trace or a graph, where nothing that was received may be written over.
     own = axes.own_rank(axis) if is_concrete(*grads) and not is_recorded(grads) else None
     means = iter(_means([x for x in columns if x is not None], own))
     return [
@@ -357,10 +370,12 @@ def _means(columns: Sequence[Sequence[Tensor]], own: int | None) -> list[Tensor]
     # The sum is written over what was received. This rank's own gradients are the caller's, so where they come first
     # the second rank's tensors are the room.
     room = None if own is None or len(ranks) == 1 else ranks[1] if own == 0 else total
+    # Half precision that was received is no room for a float32 sum.
     room = room if room and [x.dtype for x in room] == [x.dtype for x in total] else None
     for row in ranks[1:]:
         total = elementwise(rules.plus, (total, row), 1.0, out=None if room is None else [room])
         room = None if own is None else total
+    # Times 1 / W, as in `mean_of_rows`: a division rounds otherwise, and a simulation would have other bits.
     means: list[Tensor] = elementwise(rules.scaled, (total,), 1.0 / len(ranks), out=None if room is None else [room])
     return means
 
@@ -368,12 +383,13 @@ def _means(columns: Sequence[Sequence[Tensor]], own: int | None) -> list[Tensor]
 def _means_in_codes(
     grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
-    """Do what `_exact_means` does in codes; return the next errors, too."""
+    """Return the means as `_exact_means` does, from messages in codes, and the next errors."""
     buckets, items, after = _buckets(grads, grads, errors, owners, hop), [], [*errors]
     for bucket in buckets:
         items.append(_encoded(grads, after, bucket, hop, worker=True))
     mean_of: dict[int, Tensor] = {}
     for bucket, received in zip(buckets, to_owners(items, _owners_of(buckets, owners), hop.axis), strict=True):
+        # None at the ranks that do not own the tensors of this bucket
         if received is not None:  # codes of W rows, at the owner
             means = layouts.split(mean_of_rows(hop.for_rows(bucket.segments), received), bucket)
             mean_of.update(zip(bucket.leaf_indices, means, strict=True))
@@ -387,11 +403,12 @@ def _means_in_codes(
 def _buckets(
     leaves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> list[Bucket]:
-    """Return which tensors are encoded together: each alone; on a device, where a launch costs more, all of an owner.
+    """Return which tensors are encoded together: each alone; on a device, where launches cost more, all of an owner.
 
     Args: leaves: what is encoded. like: their shapes. The numbers are the same, since no scale crosses tensors. Errors
         that are no vectors are not joined.
     """
+    # Errors of a tuple of tensors, such as one in 8 bits with its scales, cannot be laid end to end.
     are_vectors = all(isinstance(e, Tensor) for e in errors) or isinstance(hop.feedback.rule, Off)
     alike = all(len({(x.dtype, x.device) for x in tensors}) == 1 for tensors in (leaves, like))
     if not (alike and are_vectors and _is_launched(leaves[0])):
@@ -400,6 +417,7 @@ def _buckets(
     for owner in sorted({*owners}):
         places = [i for i, o in enumerate(owners) if o == owner]
         (bucket,) = layouts.buckets([like[i] for i in places], 1, hop.codec.align, "flat")
+        # `buckets` counted among the owner's tensors; these are their places among all.
         buckets.append(bucket._replace(leaf_indices=tuple(places)))
     return buckets
 
@@ -409,6 +427,7 @@ def _is_launched(x: Tensor) -> bool:
 
 
 def _owners_of(buckets: Sequence[Bucket], owners: Sequence[int]) -> list[int]:
+    # the first one tells: all tensors of a bucket have the same owner
     return [owners[bucket.leaf_indices[0]] for bucket in buckets]
 
 
@@ -416,10 +435,12 @@ def _encoded(leaves: Sequence[Tensor], errors: list[Tree], bucket: Bucket, hop: 
     """Return codes of the tensors of a bucket, and replace their errors by the next ones."""
     places, x = bucket.leaf_indices, layouts.join(leaves, bucket)
     are_joined = len(places) > 1 and isinstance(errors[places[0]], Tensor)
+    # (n_i,) of each tensor -> (n,), in the order in which `join` lays them
     error = torch.cat([errors[i] for i in places]) if are_joined else errors[places[0]]
     check_vector(x, error, hop.codec.align, "updates")
     # (n,) -> codes of one row (1, n): an owner takes whole tensors, where a server would take a piece of each
     payload, error = encode(hop.for_rows(bucket.segments), hop.feedback, x.view(1, -1), error, worker=worker)
+    # (n,) -> (n_i,) of each tensor
     parts = error.split([*bucket.segments.widths]) if are_joined else [error] * len(places)
     for i, part in zip(places, parts, strict=True):
         errors[i] = part
@@ -434,17 +455,20 @@ def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequ
     items = []
     for move, p, owner in zip(moves, like, owners, strict=True):
         if here is None or owner == here:
+            # (n, ...) -> (1, n, ...): an item is a row, of the only rank that sends it
             items.append(move[None])
         else:  # says the shape that is to be received, and takes no memory
             form = forms.setdefault((move.dtype, move.device), move.new_empty(1))
+            # (1,) -> (1, n, ...), with strides of 0
             items.append(form.expand(1, *p.shape))
+    # (1, n, ...) -> (n, ...)
     return [row[0] for row in from_owners(items, owners, axis)]
 
 
 def _updates_in_codes(
     moves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
-    """Do what `_exact_updates` does in codes; return the next errors, too."""
+    """Return the updates as `_exact_updates` does, from messages in codes, and the next errors."""
     here = None if axes.resolve(hop.axis).transport == axes.SIMULATED else axes.own_rank(hop.axis)
     buckets, items, after = _buckets(moves, like, errors, owners, hop), [], [*errors]
     of_buckets = _owners_of(buckets, owners)
@@ -453,11 +477,13 @@ def _updates_in_codes(
             items.append(_encoded(moves, after, bucket, hop, worker=False))
         else:
             move, codec = moves[bucket.leaf_indices[0]], hop.for_rows(bucket.segments)
+            # as long as the codes that arrive: who receives has to know their length
             items.append(_form(codec, bucket.segments.row_length, move.dtype, move.device))
     update_of: dict[int, Tensor] = {}
     for bucket, payload in zip(buckets, from_owners(items, of_buckets, hop.axis), strict=True):
         parts = layouts.split(hop.for_rows(bucket.segments).decode(payload).reshape(-1), bucket)  # (1, n) -> (n,)
         update_of.update(zip(bucket.leaf_indices, parts, strict=True))
+    # updates keep the dtype that inner gave them, whatever codes are decoded to
     return [update_of[i].to(move.dtype) for i, move in enumerate(moves)], tuple(after)
 
 
@@ -465,4 +491,5 @@ def _updates_in_codes(
 def _form(codec: Codec, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
     """Return a payload in which only shapes and dtypes matter."""
     payload = codec.encode(torch.zeros((1, width), dtype=dtype, device=device))
+    # (1,) -> the shapes of codes, with strides of 0: a plan that is kept takes no memory
     return tree.map(lambda x: x.new_empty(1).expand(x.shape), payload)

@@ -60,7 +60,7 @@ class Notes(threading.local, Generic[Note]):
             self._notes = before
 
     def add(self, note: Note) -> None:
-        """Add a note to the list of whoever collects."""
+        """Add a note to the list that is being collected, if there is one."""
         if self._notes is not None:
             self._notes.append(note)
 
@@ -79,6 +79,7 @@ def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop,
         sums: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, segments = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
+            # A mean over W ranks lacks 1 / W of each rank's worker error, and all of the server's error of a shard.
             worker_error = to_plain(e, worker.codec, worker.feedback, segments, dtype)
             sums += parts_of(None if worker_error is None else worker_error.double() / world, bucket)
             server_error = to_plain(d, server.codec, server.feedback, _row_of(segments, rank), dtype)
@@ -91,12 +92,15 @@ def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop,
         workers, servers = [], []
         for bucket, e, d in zip(plan(world), fresh.worker, fresh.server, strict=True):
             segments = bucket.segments
+            # (n,) each. Every new rank gets the mean of the old worker errors as its own, so that the new mean lacks
+            # the same.
             mean, whole = take_parts(rest, bucket), take_parts(rest, bucket)
             ages = [next(rest).long() for _ in range(2)]
             workers.append(e if _is_nothing(e) else from_plain(mean, e, segments, worker.feedback, ages[0]))
             if _is_nothing(d):
                 servers.append(d)
             else:
+                # (n,) -> (W, n / W) -> (n / W,), the shard that this rank serves now
                 piece, row = whole.view(world, -1)[rank], _row_of(segments, rank)
                 servers.append(from_plain(piece, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
@@ -115,12 +119,14 @@ def _is_nothing(error: Tree) -> bool:
 def _age(error: Tree, rank: int) -> Tensor:
     """Return what a rank adds to the sum of an error's age, which all ranks share: rank 0 the age, the others 0."""
     age = age_of(error) if rank == 0 else None
+    # Zeros, not nothing: all ranks have to add tensors of the same shapes.
     return torch.zeros((), dtype=torch.float64, device="cpu") if age is None else age.double().cpu()
 
 
 def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
     """Return a bucket's vector (n,) in float64 with this piece as row `rank` and zeros elsewhere."""
     rows = bucket.segments.valid.shape[0]
+    # (W, n / W), in float64: sums over the ranks lose no digit of a float32
     full = torch.zeros(rows, bucket.segments.row_length, dtype=torch.float64, device=piece.device)
     full[rank] = piece
     return full.view(-1)
@@ -135,6 +141,7 @@ def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
     """Take the bucket's tensors from an iterator, and return its vector (n,)."""
+    # `join` looks leaves up by their places among all: those of other buckets are empty here.
     leaves = {i: next(rest) for i in bucket.leaf_indices}
     none = torch.empty(0, dtype=torch.float32, device="cpu")
     return layouts.join([leaves.get(i, none) for i in range(max(bucket.leaf_indices) + 1)], bucket)
@@ -158,6 +165,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
             if bucket is None:
+                # All ranks hold this alike: rank 0 adds it and the others zeros, so that the sum is what they hold.
                 zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
                 sums.append(leaf.double().cpu() if rank == 0 else zeros)
             else:
@@ -170,6 +178,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         leaves, structure = tree.flatten(fresh)
         for path, leaf in zip(tree.paths(fresh), leaves, strict=True):
             bucket = bucket_of(path, leaf, buckets)
+            # of a piece (n,) -> (W, n / W) -> (n / W,), this rank's row
             value = next(rest) if bucket is None else take_parts(rest, bucket).view(world, -1)[rank]
             moved.append(value.to(leaf))
         return tree.unflatten(structure, moved)
@@ -182,6 +191,7 @@ def vectors_reshape(axis: str, plan: Plan) -> Reshape:
 
     def addends(state: Tree, world: int, rank: int) -> Tree:
         pairs = zip(state, plan(world), strict=True)
+        # All ranks hold it alike: rank 0 adds it, the others zeros.
         return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
@@ -232,6 +242,7 @@ class Move(NamedTuple):
     def walk(self, fresh: Tree, saved: Tree) -> Tree:
         """Return a fresh state with what was saved. saved: a tree like it, with `Rows` for what is rank-local."""
         for state, reshape in self.notes:
+            # By identity: an equal state elsewhere in the tree may move in another way.
             if state is fresh:
                 return reshape.adopt(self._total(reshape, fresh, saved), fresh)
         has_errors = isinstance(fresh, ErrorFeedbackState) and tree.leaves(fresh)
@@ -253,9 +264,11 @@ class Move(NamedTuple):
 
         rows, first, world = self.rows
         try:
+            # Zeros in the shapes of the sum: a rank that has read no rows adds them, or the others would wait for it.
             nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
             total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0))
             for j in range(rows.shape[0]):
+                # (k, ...) -> (...), what old rank first + j had
                 of_old_rank = of_rank(lambda rows, j=j: rows[j])  # type: ignore[misc]
                 share = reshape.addends(of_old_rank, world, first + j)
                 total = tree.map(torch.add, total, share)
@@ -271,5 +284,6 @@ def rounds_off(saved: Iterable[Any]) -> bool:
 
 def mean_of_rows(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:
     """Return the mean of all old ranks' rows, in their dtype. add: sums over the ranks, which have some rows each."""
+    # (k, ...) -> (...), added over the ranks; counts are rounded, for they are whole numbers
     mean: Tensor = add(x.rows.double().sum(0)) / x.world
     return mean.to(x.rows.dtype) if x.rows.is_floating_point() else mean.round().to(x.rows.dtype)

@@ -75,6 +75,7 @@ def check_inner(inner: Any, sync: Any = None) -> None:
     if facts.unequal:
         wanted = f"params that are the same on all ranks of {_named(facts.axes)}, which are an island"
         raise ValueError(expected("inner", wanted, "each rank's own"))
+    # Its ranks would take steps along gradients of their own, and an island would come apart unnoticed.
     if local_phase(inner) is Phase.COMPRESSED and _is_quiet(inner):
         wanted = f"an average over {_named(facts.axes)} in the compressed phase, which local steps take"
         cure = "put fn.compressed_average(axis, fn.identity(), fn.off()) behind fn.average(axis)"
@@ -94,6 +95,7 @@ def local_phase(inner: Transform) -> Phase:
 def _is_quiet(inner: Transform) -> bool:
     """Tell whether the compressed phase is the warm-up without its averages."""
     warm, compressed = (_links(update) for update in (inner.warmup_update, inner.compressed_update))
+    # By identity: an update that does not depend on the phase is the same object in both.
     places = {id(update) for update in compressed}
     lost = [x for x in warm if isinstance(x, Average) and id(x) not in places]
     return bool(lost) and places <= {id(update) for update in warm}
@@ -102,6 +104,7 @@ def _is_quiet(inner: Transform) -> bool:
 def _links(update: UpdateFn) -> list[UpdateFn]:
     """Return the links of an update, and of those in guards."""
     updates = [original(link.update) for link in links_of(update)]
+    # A guard is one link, and what it guards may be a chain: its links count.
     return [x for one in updates for x in (_links(one.inner) if isinstance(one, Guarded) else [one])]
 
 
@@ -123,6 +126,7 @@ def check_sync(sync: Any) -> None:
     check_is_transform("sync", sync)
     if not has_phase(sync, Phase.COMPRESSED):
         raise ValueError(expected("sync", "an average with a compressed phase", "one without"))
+    # `fn.average(axis)` is this: its compressed phase passes what it gets, and ranks would never agree.
     if links_of(sync.warmup_update) and not links_of(sync.compressed_update):
         cure = "for the exact mean write fn.compressed_average(axis, fn.identity(), fn.off())"
         raise ValueError(expected("sync", "an average in the compressed phase", "one in the warm-up only", cure))
@@ -141,6 +145,8 @@ def check_store(store: Any) -> None:
 def check_holds(store: torch.dtype | None, params: Any) -> None:
     """Refuse params that overflow in the dtype of their anchor: no exchange of them would ever be finite."""
     for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
+        # The numbers are looked at once, from `init`: a wait for the device costs no step. Fake and "meta" params have
+        # none.
         if narrows(store, p.dtype) and is_concrete(p) and not p.is_meta and (p.isfinite() & p.to(store).isinf()).any():
             got = f"{store}, in which leaf {path!r} overflows"
             raise ValueError(expected("store", "a dtype that holds the params", got, "use torch.bfloat16, or None"))
@@ -153,6 +159,7 @@ def narrows(store: torch.dtype | None, dtype: torch.dtype) -> bool:
 
 def check_alike(alone: Tensor) -> None:
     """Refuse a warm-up step behind local ones, where the host can tell: the ranks' inner states differ then."""
+    # A count on a device is not read: each step of the warm-up would wait for it.
     if alone.device.type == "cpu" and is_concrete(alone) and alone > 0:
         got = f"WARMUP after {int(alone)} steps of rounds"
         cure = "no exchange brings the inner states of the ranks together; begin with the warm-up, as fn.every does"

@@ -24,7 +24,7 @@ class ByShape(NamedTuple):
     """The rule of `scale_by_shape`."""
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what becomes of the updates, and the state."""
+        """Return the scaled updates, and the state."""
         return self.applied(updates), state
 
     def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -32,7 +32,7 @@ class ByShape(NamedTuple):
         return self.applied(updates, out=updates), state
 
     def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
-        """Return what becomes of the updates. out: the updates themselves, to write into them."""
+        """Return the scaled updates. out: the updates themselves, to write into them."""
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
         alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host
@@ -98,7 +98,9 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
             return apply(rules.sign_of, (updates,))
         tops = peaks(tree.leaves(updates))
         alike = len({(x.dtype, x.device) for x in tops}) == 1  # then a few operations do for all of them
+        # S maxima () -> (S,)
         each = [torch.stack(tops)] if alike else tops
+        # Where the maximum is not finite, everything counts: the sign of NaN is NaN, and the step is skipped.
         least = [torch.where(x.isfinite(), x, -1.0) for x in (noise * top for top in each)]
         return apply(rules.sign_above, (updates,), least[0] if alike else least)
 

@@ -109,6 +109,7 @@ class Rules(NamedTuple):
         back = hops(self.axis, self.gather or identity(), self.gather_feedback)
         halves = [*hops(self.axis, self.codec, self.feedback), *back]
         world = axis_size(self.axis) if world is None else world
+        # One layout serves both halves, so a row has to suit the codecs of both.
         return layouts.buckets(leaves, world, math.lcm(*(hop.codec.align for hop in halves)), self.layout)
 
     def keeps_master(self, dtype: torch.dtype) -> bool:
@@ -134,6 +135,7 @@ class Division(NamedTuple):
         """Return tensors of the bucket's shapes that hold a shard (n / W,) in its place, and zeros elsewhere."""
         full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])  # (W, n / W)
         full[int(self.row)] = shard
+        # (W, n / W) -> (n,) -> the shapes of the leaves
         return split(full.view(-1), bucket)
 
 
@@ -191,10 +193,10 @@ def sharded(
             hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see
             `fn.collectives.hierarchy.hops`.
         codec: how gradients travel in the compressed phase; None is `identity()`.
-        feedback: what becomes of what was not delivered; None is `classic()`, and `off()` where codec is None.
+        feedback: how errors of the gradients are kept; None is `classic()`, and `off()` where codec is None.
         gather: how updates or params travel back; None is exactly, in the params' dtype. `int8()` with `master=True`
             is ZeRO++'s qwZ.
-        gather_feedback: what becomes of what the all-gather did not deliver; None is `off()`, which is right for
+        gather_feedback: how errors of what travels back are kept; None is `off()`, which is right for
             params, because the master copy loses nothing.
         master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
             updates. None: where the params are in half precision. If something writes into params between steps,
@@ -235,6 +237,7 @@ def sharded(
 
     def init(params: Tree) -> ShardedState:
         tree.check_real(params, "params")
+        # Before anything else is sent: ranks with other vectors would read each other's as their own.
         check_agreement(axis, {**describe((rules, inner)), **describe_leaves(params)}, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
@@ -242,10 +245,13 @@ def sharded(
         divisions.add(Division(plan, index))
         for bucket in plan:
             like = leaves[bucket.leaf_indices[0]]
+            # A copy: a state that keeps the shard would otherwise change with the params.
             owned.append(shard_of(leaves, bucket, index).to(wide(like.dtype), copy=True))  # (n / W,)
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
+            # (n,), W rows end to end
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(start_exchange(x, bucket, rules))
+        # () and () -> (2,), on the host, where it is compared without a wait
         place = torch.stack([index, torch.tensor(axis_size(axis), dtype=torch.int64, device="cpu")])
         inner_state = inner.init(as_inner(structure, owned))
         roles.check_same_params(inner_state)
@@ -274,11 +280,15 @@ def sharded(
                 shards.append(shard)
                 kept.append(after)
                 if not isinstance(saved, Tensor):
+                    # (n / W,), in float32 for half precision, as gradients are: the weight decay is not rounded
                     owned.append(shard_of(leaves, bucket, index).to(shard.dtype))
                 else:
+                    # Params in codes differ from the master anyway, so there the difference says nothing of what was
+                    # written.
                     owned.append(saved if rules.gather is not None else refreshed(saved, leaves, bucket, index))
             with flags.unassumed():  # this shard may be finite where another rank's is not
                 moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
+                # A NaN is gathered with the shard, so that the guard around this skips on all ranks.
                 moves, inside = show_failures(moves, state.inner, inside)
             new_leaves: dict[int, Tensor] = {}
             masters: list[Tree] = []
@@ -288,6 +298,7 @@ def sharded(
                 dtype = leaves[bucket.leaf_indices[0]].dtype if sends_params else moved.dtype
                 whole, kept[i] = gather_back(value, dtype, kept[i], bucket, rules, codes)  # (n / W,) -> (n,)
                 parts = zip(bucket.leaf_indices, split(whole, bucket), strict=True)
+                # params travelled, and updates are returned: their difference to what is here
                 new_leaves.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
                 masters.append(value if sends_params else ())
             return layouts.restore(structure, new_leaves), _state(inside, masters, kept, state.place)
@@ -319,6 +330,7 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
         (lambda s: s.errors, errors),
         (lambda s: s.momentum, vectors_reshape(axis, plan)),
     ]
+    # `place` is that of the new ranks: the saved one says which shard this was.
     return in_parts(parts, lambda fresh, moved: ShardedState(moved[0], moved[1], moved[2], fresh.place, moved[3]))
 
 
@@ -336,6 +348,7 @@ def check_shards(state: ShardedState, plan: list[Bucket], index: Tensor) -> None
             f"state: has master shards of {masters} elements in {len(state.master)} vectors, but the params give "
             f"{lengths}; a state belongs to the world size and the params that it was made for"
         )
+    # A place on a device is not read: each step would wait for it.
     if plan and is_concrete(state.place, index) and state.place.device.type == "cpu":
         number, ranks = int(index), plan[0].segments.valid.shape[0]
         if state.place.tolist() != [number, ranks]:
@@ -350,9 +363,11 @@ def start_exchange(x: Tensor, bucket: Bucket, rules: Rules) -> Kept:
     """Return what a vector's exchanges keep at the start. x: zeros like the vector (n,)."""
     segments, wider = bucket.segments, x.to(wide(x.dtype))
     if rules.momentum is not None:
+        # Momentum travels in codes both ways, so both errors are its own; what `gather` sends has none.
         worker, server = initial_errors(wider, rules.axis, rules.codec, rules.feedback, segments=segments)
         return Kept(worker, server, torch.zeros_like(wider))
     worker, _ = initial_errors(x, rules.axis, rules.codec, rules.feedback, segments=segments)
+    # updates come from float32 shards, so their errors are as wide
     _, server = initial_errors(wider, rules.axis, rules.gather or identity(), rules.gather_feedback, segments=segments)
     return Kept(worker, server, ())
 
@@ -404,13 +419,16 @@ def _reduce_momentum(
     before = row_of(kept.momentum, index, ranks)  # (n,) -> (n / W,)
     if codes:
         wider = x.to(kept.momentum.dtype)
+        # Written over the gradient only where the caller gave that away.
         local = torch.lerp(wider, kept.momentum, b1, **({"out": wider} if consume else {}))
         errors = kept.worker, kept.server
         rule = rules.axis, rules.codec, rules.feedback
         fresh = is_concrete(local)  # its memory becomes the error's
         mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments, consume=fresh)  # (n,)
+        # (n,) -> (n / W,), this rank's row of the mean
         return before + (row_of(mean, index, ranks) - before) / (1.0 - b1), Kept(*errors, mean)
     shard = _exact_shard(x, bucket, rules)
+    # (n / W,) -> (n,): all ranks hold the same momentum when the codes begin
     mean = _gather_exactly(torch.lerp(shard, before, b1), shard.dtype, bucket, rules)
     return shard, kept._replace(momentum=mean)
 
@@ -452,11 +470,14 @@ def gather_in_place(
     if (codes and rules.gather is not None) or not isinstance(rules.axis, str):
         return gather_back(value, dtype, kept, bucket, rules, codes)
     if whole is None:
+        # (n / W,) -> (W, n / W) -> (n,)
         return all_gather(value.to(dtype), rules.axis).view(-1), kept
     row = whole[int(axis_index(rules.axis))]
+    # The kernel that made it may have written the row in place.
     if row.data_ptr() != value.data_ptr():
         row.copy_(value)
     fill_rows(whole, rules.axis)
+    # (W, n / W) -> (n,)
     return whole.view(-1), kept
 
 
@@ -479,6 +500,7 @@ def row_of(vector: Tensor, index: Tensor, rows: int) -> Tensor:
     table = vector.view(rows, -1)  # (W, n / W)
     if is_concrete(index, vector):
         return table[int(index)]
+    # In a trace or under vmap the index is no number: (W, n / W) -> (1, n / W) -> (n / W,), selected.
     return table.index_select(0, index.to(vector.device).view(1)).view(-1)
 
 
@@ -488,6 +510,7 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     Args: leaves, bucket: as for `flat_layout.join`. index: 0-d int64.
     Returns: a vector that may share memory with a leaf.
     """
+    # (n_i,) each
     tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]
     if not is_concrete(index, *tensors):
         return row_of(join(leaves, bucket), index, bucket.segments.valid.shape[0])
@@ -499,6 +522,7 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
         widths = widths * len(tensors)
         starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
     pieces = [_piece(t, number * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
+    # Fused: one padding behind all. Else each piece is padded to its width, also one without elements in this row.
     padding = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
     if bucket.fused:
         pieces += [tensors[0].new_zeros(padding)] if padding else []
@@ -508,6 +532,7 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
         return pieces[0]
     if pieces[0].device.type == "cpu" and not is_recorded(pieces):
         out = memory_pool.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype, pieces[0].device)
+        # pieces (width,) each -> (n / W,), in memory that is used again
         return torch.cat(pieces, out=out)
     return torch.cat(pieces)
 
@@ -525,6 +550,7 @@ def refreshed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: T
         # compared as bits by NumPy, which takes a twentieth of the time that torch takes for half precision
         if np.array_equal(current.view(torch.int16).numpy(), rounded.view(torch.int16).numpy()):
             return master
+    # Where the param is the master, rounded, the master has more digits; elsewhere the param was written.
     return torch.where(master.to(current.dtype) == current, master, current.to(master.dtype))
 
 
@@ -545,11 +571,13 @@ def show_failures(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
     skips = roles.find(before, "skips")
     if not skips:
         return moves, after
+    # S counts () -> (S,) -> ()
     ok = torch.stack([new == old for new, old in zip(roles.find(after, "skips"), skips, strict=True)]).all()
     olds, (news, structure) = tree.leaves(before), tree.flatten(after)
     kept = [old if any(old is count for count in skips) else new for new, old in zip(news, olds, strict=True)]
     after = tree.unflatten(structure, kept)
     if is_concrete(ok) and ok.device.type == "cpu" and ok:
         return moves, after
+    # A factor of NaN, not a selection: it reaches zeros as well, and is one pass over all moves.
     factor = torch.where(ok, 1.0, math.nan).to(torch.float32)
     return apply(rules.scaled, (moves,), factor), after

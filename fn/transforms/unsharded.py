@@ -113,7 +113,7 @@ def unsharded(
         shards: how the tensors are divided. A name: by rows over that axis, evenly.
         codec: how pieces travel to the owners but in the warm-up; None is exactly.
         gather: how updates travel back but in the warm-up; None is exactly.
-        feedback: what becomes of what codes leave out, at the rank that sends, of both; None is `classic()`.
+        feedback: how a rank keeps the errors of what it sends, both ways; None is `classic()`.
         cost: as for `fn.owned`, of the whole tensors.
     Returns: a transform with the phases of `inner` and an `OwnedState`, whose `errors` are those of pieces on their
         way to the owners and of updates on their way back. Under `simulate` all of it is a rank's own. Its facts name
@@ -137,6 +137,7 @@ def unsharded(
         """Return how each leaf is cut, and who owns it."""
         cuts = _cuts(shards, leaves)
         places = [i for i, cut in enumerate(cuts) if cut is not None]
+        # On "meta", for a plan needs shapes only, and whole tensors would take memory.
         whole = [torch.empty(cut.shape, dtype=torch.float32, device="meta") for cut in cuts if cut is not None]
         owner_of = dict(zip(places, plan(whole, axis_size(axis), cost), strict=True))
         return cuts, tuple(owner_of.get(i, EVERY) for i in range(len(leaves)))
@@ -148,13 +149,16 @@ def unsharded(
         shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in cuts]
         fields = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes, "owners": owners}
         check_agreement(axis, fields, device_of(params))
+        # pieces (n / W, ...) -> whole params (n, ...) at their owners: init sends them, so all ranks must call it
         wholes = _own(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
         state = inner.init(tree.unflatten(structure, wholes))
         roles.check_same_params(state)
         worker, server = [], []
         for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
             sends = cut is not None and not to_owner.exact
+            # errors of this rank's piece on its way there, (width,)
             worker.append(to_owner.feedback.init(leaf.new_zeros(cut.width(to_owner))) if cut and sends else ())
+            # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
             wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
             server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
         errors = ErrorFeedbackState(tuple(worker), tuple(server))
@@ -180,16 +184,20 @@ def unsharded(
             inner_params = tree.unflatten(structure, shapes)
             with flags.unassumed():  # own tensors may be finite where another rank's are not
                 moves, inside = move(tree.unflatten(structure, own), state.inner, inner_params)
+                # A guard inside skips at an owner only; its NaN travels in the pieces, so that all ranks skip.
                 moves, inside = show_failures(moves, state.inner, inside)
             # updates (n, ...) at their owners -> the pieces (n / W, ...) of each rank
             pieces, server = _divided(tree.leaves(moves), leaves, cuts, owners, dividing, state.errors.server)
+            # () where they travelled exactly, as in the warm-up: errors wait for the next codes.
             errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
             return tree.unflatten(structure, pieces), state._replace(inner=inside, errors=errors)
 
+        # torch.compile gives up after 8 compilations of one code object, which all these updates would share.
         return Unsharded(axis, own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
+    # Inner needs whole tensors and gets them, so links around this need not know.
     facts = merged(facts_of(inner)._replace(whole=()), Facts(shards=(axis,)))
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
 
@@ -256,17 +264,21 @@ class _Cut(NamedTuple):
 
     def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
         """Return a tensor as (pieces, width), zeros behind its end; pieces: 1 for a piece, W for the whole."""
+        # (..., n, ...) -> (n, ...): the dimension that is divided comes first
         x = x.movedim(self.dim, 0)
         lacking = pieces * self.rows - x.shape[0]
         if lacking:
+            # (n, ...) -> (pieces rows, ...): the last pieces have fewer rows, or none
             x = torch.cat([x, x.new_zeros((lacking, *x.shape[1:]))])
         flat = x.reshape(pieces, self.elements)  # (pieces rows, ...) -> (pieces, elements)
         lacking = width - flat.shape[1]
+        # (pieces, elements) -> (pieces, width): blocks of a codec are whole
         return torch.cat([flat, flat.new_zeros((pieces, lacking))], dim=1) if lacking else flat
 
     def tensor(self, flat: Tensor, rows: int) -> Tensor:
         """Return the tensor that `flat` made (pieces, width) of: its first rows, without what it padded."""
         table = flat[:, : self.elements].reshape(flat.shape[0] * self.rows, *self.rest)  # (pieces rows, ...)
+        # (pieces rows, ...) -> (n, ...) -> (..., n, ...)
         return table[:rows].movedim(0, self.dim)
 
 
@@ -290,6 +302,7 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
         cut = None if dim is None else _Cut(torch.Size(shape), dim, -(-shape[dim] // world))
         piece = list(shape)
         if cut is not None:
+            # Simulated ranks have equal shapes, so their last piece is padded; of real ranks it is shorter, or empty.
             piece[cut.dim] = cut.rows if here is None else min(max(shape[cut.dim] - here * cut.rows, 0), cut.rows)
         if list(leaf.shape) != piece:
             wanted = f"tensor {i} to be {tuple(piece)}, this rank's piece of {tuple(shape)}"
@@ -299,6 +312,7 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
 
 
 def _of_pieces(shape: torch.Size, world: int) -> tuple[int, ...]:
+    # (n / W, ...) -> (n, ...); a number () is not divided
     return (shape[0] * world, *shape[1:]) if shape else ()
 
 
@@ -320,6 +334,7 @@ def _gathered(
     leaves: Sequence[Tensor], cuts: Sequence[_Cut | None], owners: Sequence[int], hop: Hop, errors: Sequence[Tree]
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
     """Bring whole tensors to their owners; those of others have no elements. Return the next errors, too."""
+    # A tensor that is not divided stays in its place: every rank has it, and takes its step.
     items, after, wholes = [], [*errors], [*leaves]
     places = [i for i, cut in enumerate(cuts) if cut is not None]
     for i in places:
@@ -328,15 +343,18 @@ def _gathered(
         if hop.exact:
             items.append(piece)
             continue
+        # (1, width) -> (width,), as the errors lie
         check_vector(piece.view(-1), errors[i], hop.codec.align, "updates")
         payload, after[i] = encode(cut.codec(hop, 1), hop.feedback, piece, errors[i])
         items.append(payload)
     for i, rows in zip(places, to_owners(items, [owners[i] for i in places], hop.axis), strict=True):
         cut = cuts[i]
         if rows is None:
+            # (n, ...) -> (0, ...): it stays a matrix, as which an inner link may check it
             wholes[i] = leaves[i].new_empty((0, *cut.shape[1:]))
             continue
         flat = rows if hop.exact else cut.codec(hop, axis_size(hop.axis)).decode(rows)  # (W, width), of all ranks
+        # (W, width) -> (n, ...); decoded codes may be wider than what was sent
         wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape[cut.dim])
     return wholes, () if hop.exact else tuple(after)
 
@@ -353,18 +371,22 @@ def _divided(
         width = cut.width(hop)
         codec = None if hop.exact else cut.codec(hop, world)
         if not _is_here(owners[i], hop.axis):
+            # of another owner's tensor: as long as the row that arrives
             items.append(_form(codec, world, width, moves[i].dtype, moves[i].device))
             continue
         table = cut.flat(moves[i], world, width)  # (W, width), a row for each rank
         if codec is None:
             items.append(table)
             continue
+        # (W, width) -> (W width,), as the errors lie
         check_vector(table.view(-1), errors[i], hop.codec.align, "updates")
+        # Not as a worker: these are results that an owner passes on, and profiles count what codes lose of gradients.
         payload, after[i] = encode(codec, hop.feedback, table, errors[i], worker=False)
         items.append(payload)
     for i, row in zip(places, rows_from_owners(items, [owners[i] for i in places], hop.axis), strict=True):
         cut = cuts[i]
         flat = row if hop.exact else cut.codec(hop, 1).decode(row)  # (1, width)
+        # (1, width) -> (n / W, ...), this rank's piece
         pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape[cut.dim])
     return pieces, () if hop.exact else tuple(after)
 
@@ -373,4 +395,5 @@ def _divided(
 def _form(codec: Codec | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
     """Return an item in which only shapes and dtypes matter."""
     item = torch.zeros((rows, width), dtype=dtype, device=device)
+    # (1,) -> the shapes of an item, with strides of 0: a plan that is kept takes no memory
     return tree.map(lambda x: x.new_empty(1).expand(x.shape), item if codec is None else codec.encode(item))

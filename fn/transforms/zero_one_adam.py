@@ -178,6 +178,8 @@ def scale_by_zero_one_adam(
     def init(params: Tree) -> ZeroOneAdamState:
         step, mu, nu, elapsed, _ = start_moments(params)
         peak = torch.zeros((), dtype=torch.float32, device=step.device)
+        # A copy: an anchor in the memory of params, which adapters write into, would move with them, and every drift
+        # would be zero.
         anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu)
         return ZeroOneAdamState(step, mu, nu, anchor, elapsed, torch.zeros_like(step), peak, sync.init(mu))
 
@@ -192,12 +194,14 @@ def scale_by_zero_one_adam(
         check_synchronised(state.elapsed)
         mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
         out = common_step(lr, eps, weight_decay, mu, nu, params)
+        # The largest gradient is a mean, alike on all ranks, so a guard that looks at it skips on all of them.
         peak = peak_of(largest(updates), all_finite(tree.leaves(out)))
         anchor = tree.map(lambda p, u: p.to(u.dtype) + u, params, out)  # the ranks agree on the new params
         return out, state._replace(step=state.step + 1, mu=mu, nu=nu, anchor=anchor, peak=peak)
 
     def step_alone(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, Tree]:
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
+        # Back to the dtype of the moments: a 0-d rate in float64 may decide that of a 0-d update.
         return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps)), mu
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
@@ -211,14 +215,19 @@ def scale_by_zero_one_adam(
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
+        # The momentum of this step is dropped: it is rebuilt below, from the step that all ranks take.
         moves, _ = step_alone(updates, state)
         elapsed = later(state.elapsed)
+        # All that this rank went since the anchor, this step included.
         drift = tree.map(lambda p, u, x: p.to(u.dtype) + u - x, params, moves, state.anchor)
         # Codes of steps themselves would move elements with a large second moment as far as those with a small one.
         scaled = tree.map(lambda d, v: d * rules.denominator(v, eps), drift, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
+        # Before elements are set to zero, which would hide a NaN.
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)
+        # Before the momentum is rebuilt: a momentum of the unclamped step would take the next local steps as far, which
+        # have no clamp.
         if limit < math.inf:
             mean = tree.map(lambda s, v: rules.held(s, v, eps, limit * elapsed).to(s.dtype), mean, state.nu)
         mu = rebuilt_momentum(mean, elapsed)
@@ -226,6 +235,7 @@ def scale_by_zero_one_adam(
         def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
             return (x - elapsed * weight_decay * x + over_root(s, v, eps)).to(x.dtype)
 
+        # From the anchor, not from the params: steps taken back would leave rounding of another kind on each rank.
         anchor = tree.map(moved, state.anchor, mean, state.nu)
         peak = peak_of(peak, all_finite([*tree.leaves(anchor), *tree.leaves(mu)]))
         zero = torch.zeros_like(state.elapsed)
@@ -268,7 +278,7 @@ def check_synchronised(elapsed: Tensor) -> None:
 
 
 def peak_of(peak: Tensor, ok: Tensor) -> Tensor:
-    """Return the peak, NaN where what followed is not ok. `ok` is the same on all ranks, though made of local numbers.
+    """Return the peak, or NaN where not ok. `ok` is the same on all ranks, although it is made of a rank's own numbers.
 
     A compiled simulation cannot know that it is the same, so there the peak stays as it is.
     """
@@ -281,5 +291,7 @@ def peak_of(peak: Tensor, ok: Tensor) -> Tensor:
 
 def largest(updates: Tree) -> Tensor:
     """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
+    # Of no elements there is no largest one: torch raises.
     leaves = [u for u in tree.leaves(updates) if u.numel()]
+    # (2 S,) -> ()
     return ends(leaves).abs().max().float() if leaves else torch.zeros((), dtype=torch.float32, device="cpu")
