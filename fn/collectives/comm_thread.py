@@ -161,6 +161,7 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
             stream.wait_event(event)
         with binding, watched_by(submitter):
             done.set_result(job())
+    # Whoever waits for the job gets the error. A thread that ended by it would never come to the next jobs.
     except BaseException as error:
         done.set_exception(error)
     return True
@@ -222,6 +223,7 @@ def seconds_per_byte(axis: str, device: torch.device) -> float:
     world = axis_size(axis)
     if world == 1:
         return 0.0
+    # (W, bytes): a rank sends all rows but its own
     rows = torch.zeros(world, PROBE // (world - 1), dtype=torch.uint8, device=device)
     times = []
     for _ in range(4):
@@ -232,6 +234,7 @@ def seconds_per_byte(axis: str, device: torch.device) -> float:
         _finish(device)
         times.append(time.perf_counter() - start)
     median = statistics.median(times[1:])  # the first one opens connections
+    # The mean, so that all ranks decide alike: one that hid its exchanges alone would wait for ever.
     return float(pmean(torch.tensor([median / PROBE], dtype=torch.float64, device=device), axis))
 
 

@@ -210,6 +210,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
 
     def vector_of(error: DampedError) -> Tensor:
+        # Scales (R, S) are of a codec's blocks, which end where tensors end. The blocks here do not.
         if error.scales.ndim != 1:
             raise TypeError("error: is laid out for another codec; make the state with the codec in use")
         return from_blocks(error.codes, since_reset(error, every), block)
@@ -297,6 +298,7 @@ def differences() -> Feedback:
         return error + decoded.to(error.dtype)
 
     def delivered(x: Tensor, error: Tensor) -> Tensor:
+        # Without a copy the error would be x itself, over which its owner writes in the next step.
         return x.to(error.dtype, copy=True)
 
     return Feedback(_zeros, compensate, residual, Differences(), delivered, differences)
@@ -362,12 +364,14 @@ def _in_blocks(block: int) -> Store:
 
 def to_blocks(vector: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return a vector (n,) as codes (n,) int8 and scales (ceil(n / block),)."""
+    # (n,) -> (1, n)
     codes, scales = torch.ops.fn.quantize(vector[None], *_tiled(vector, block), 8)
     return codes[0], scales[0]
 
 
 def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """Return the vector (n,) of codes and scales, in the dtype of the scales."""
+    # (n,) -> (1, n) -> (n,)
     vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_tiled(codes, block), 8)
     return vector[0]
 
@@ -394,6 +398,7 @@ def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
     fused = fused_with(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return fused.settle(error, x.shape[0])
+    # What a feedback adds to zeros is what the error stands for.
     return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
 
 
@@ -445,9 +450,11 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
             codes, scales = to_blocks(wide, block)
         else:
             tiled = tile(segments.widths, segments.valid.to(wide.device), block)
+            # (R n,) -> (R, n)
             codes, scales = torch.ops.fn.quantize(wide.view(rows, -1), *tiled, 8)
         return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
     if isinstance(feedback.rule, StoredClassic):
+        # Of the vector nothing was delivered, so all of it is saved, in the form of the store.
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
     raise TypeError(expected("error", "a vector, a LazyError or a DampedError", type(like).__name__))
 

@@ -175,6 +175,7 @@ def _transformed() -> bool:
 def _squares(x: Tensor) -> float:
     """Return the sum of squares: in the precision of x where that does not overflow, several times as fast."""
     flat = x.detach().reshape(-1)
+    # Squares of float16 numbers overflow from 256 on, and sums of bfloat16 keep two or three digits.
     flat = flat.float() if flat.element_size() < 4 else flat
     total = float(torch.dot(flat, flat))
     return total if math.isfinite(total) else float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

@@ -67,10 +67,12 @@ def simulate(
             raise ValueError(expected("in_dims", wanted, f"{len(dims)}"))
         for number, (arg, dim) in enumerate(zip(args, dims, strict=True)):
             _check_slices(number, arg, dim, size)
+        # The rank is an argument: the level that batches it is how a collective knows its axis.
         on_all = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
         mapped = iter(on_all(torch.arange(size, dtype=torch.int64, device="cpu"), *args))
         structure, dims, replicated = from_inside
         pairs = zip(dims, replicated, strict=True)
+        # (W, ...) -> the ranks at dimension d
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
         return tree.unflatten(structure, leaves)
 
@@ -122,6 +124,7 @@ def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
 def _vmap_found_alike(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
     if dims[1] is None or dims[0] is None:
         return (x, None) if dims[1] is not None else (torch.ops.fn.found_alike(x, rank), dims[0])
+    # (W, ...)
     rows = x.movedim(dims[0], 0)
     first = rows[:1]
     same = (rows == first) | ((rows != rows) & (first != first))  # NaN beside NaN is no difference

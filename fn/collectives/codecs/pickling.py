@@ -49,6 +49,7 @@ def reduced(value: tuple[Any, ...]) -> tuple[Any, ...]:
         taken as it is: it can be copied, and pickled where its functions can.
     """
     make = value[-1]
+    # `_replace(align=...)` keeps `make`, which would make the value as it was before.
     if make is not None and _same(value[:-1], make()[:-1]):
         return make, ()
     return type(value), tuple(value)

@@ -41,6 +41,7 @@ _calls: dict[str, int] = {}
 def remember(group: dist.ProcessGroup) -> str:
     """Remember a group for roll calls and return the name by which collectives find it."""
     name = str(group.group_name)
+    # torch may give the name of a group that was destroyed to a new one, whose processes are others.
     if _groups.get(name) is not group:
         _groups[name] = group
         _write_down(group)
@@ -101,6 +102,7 @@ def raising_peer_lost(
         known = isinstance(error, PeerLost)
         lost = error if known else peer_lost(error, where, axis, "" if axis is None else wires[axis])
         lost.args = (f"{lost}; {left}" if left else str(lost),)
+        # Raised as it is: its traceback shows the collective that failed.
         if known:
             raise
         raise lost from error

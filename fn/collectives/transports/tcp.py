@@ -94,6 +94,7 @@ class Connections:
         weakref.finalize(self, _close, self._peers)
         _of_this_process.add(self)
         for connection in self._peers.values():
+            # A system call then returns with what it has moved, so that one thread serves all directions.
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the last bytes wait for an answer
 
@@ -132,9 +133,11 @@ class Connections:
             if p in receives:
                 headers[p] = bytearray(HEADER_BYTES)
                 incoming[p] = _Flow(self._peers[p], p, [memoryview(headers[p]), *receives[p]])
+        # Most messages fit into the sockets' buffers: they are on their way before anybody is waited for.
         for flow in outgoing.values():
             flow.send()
         self._wait_for(outgoing, incoming)
+        # Compared once all is here. Rows of another exchange raise before anybody uses them.
         for p, header in headers.items():
             expected, sent = (self._count, sum(map(len, receives[p]))), struct.unpack(HEADER, header)
             if sent != expected:
@@ -169,6 +172,7 @@ class Connections:
             # Nobody is ready where fewer bytes have come than wake this rank: then it reads what is there.
             for file, event in ready or [(self._peers[p].fileno(), select.POLLIN) for p in waiting]:
                 p = ranks[file]
+                # Errors and hang-ups, too: to read says what is the matter.
                 if event & ~select.POLLOUT and incoming[p].left:
                     incoming[p].receive()
                 if event & select.POLLOUT:
@@ -217,6 +221,7 @@ class _Flow:
 
     def __init__(self, connection: socket.socket, peer: int, parts: Sequence[memoryview]):
         self._connection, self._peer = connection, peer
+        # Without empty ones, of which a call moves 0 bytes: 0 means that the peer has closed.
         self._parts = [part for part in parts if len(part)]
         self.left = sum(map(len, self._parts))
         self._wake = 0
@@ -267,6 +272,7 @@ def bytes_of(x: Tensor) -> memoryview:
     if x.dtype in _OF_PYTHON and x.numel() and not x.requires_grad:  # the quick way: two views less for each leaf
         array: Any = x.numpy()
         return memoryview(array).cast("B")
+    # (...) -> (n,) -> (bytes,)
     array = x.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -346,6 +352,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
         address = listener.getsockname()[:2]
     except OSError as error:
         problem = f"rank {group.rank()} cannot listen: {error}"
+    # A rank that has a problem comes here, too: the others would wait for it in this gather.
     told = _tell_all((address, token, problem), group)
     if not any(text for _, _, text in told):
         try:
@@ -384,6 +391,7 @@ def _meet(
         for peer in range(rank):
             left = max(until - time.monotonic(), 0.01)
             connected[peer] = socket.create_connection(addresses[peer], timeout=left)
+            # A socket that was accepted does not say which rank has called.
             connected[peer].sendall(token + struct.pack(RANK, rank))
         for peer, connection in _calls(listener, set(range(rank + 1, group.size())), token, until):
             connected[peer] = connection
