@@ -80,6 +80,7 @@ def known(flag: Tensor) -> bool | None:
         return bool(flag)
     if _here.flags is None:
         return None
+    # Whoever opened `assumed` reads it later: to read it here would wait for the device in every link.
     _here.flags.append(flag)
     return True
 

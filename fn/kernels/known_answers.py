@@ -47,6 +47,7 @@ def _wave(*shape: int, seed: float = 1.0) -> Tensor:
 
 
 def _bytes(*shape: int, seed: int = 1) -> Tensor:
+    # 251 is prime: all bytes below it come up before one comes up again.
     count = torch.Size(shape).numel()
     numbers = torch.arange(count, dtype=torch.int64, device="cpu")
     return ((numbers * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
@@ -205,6 +206,7 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, with its strides: `to` makes it contiguous."""
     if x.device == device or x.is_contiguous() or 0 in x.stride():
         return x.to(device)
+    # Gaps between elements are what a kernel may stumble over, so they go along.
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 

@@ -150,6 +150,7 @@ def rows(device_type: str) -> list[Accelerator]:
     with _lock:
         if device_type not in _loaded:
             _loaded[device_type] = []  # a row whose loading uses a kernel finds the reference
+            # Rows of others come first: who installs one wants it used.
             _loaded[device_type] = [*_plugged_in(device_type), *_built_in(device_type)]
             _forget(device_type)
         return [*_registered.get(device_type, []), *_loaded[device_type]]
@@ -236,6 +237,7 @@ def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
     with _lock:  # a thread that comes second must not go on with the reference: its rank would round otherwise
         if key in _accepted:
             return _accepted[key]
+        # A kernel's known answers may need the op themselves: without this they would be asked without end.
         if key in _asked:
             return ()  # the reference, for what the kernels that are asked need themselves
         _asked.add(key)
@@ -250,6 +252,7 @@ def _believed(op: str, device_type: str) -> Iterator[Cell]:
     for row in rows(device_type):
         if op not in row.kernels:
             continue
+        # Asked on the device itself: a kernel that is right elsewhere may be compiled wrongly here.
         reason = known_answers.complaint(op, row.kernels[op], torch.device(device_type))
         if reason is None:
             yield Cell(row.name, row.kernels[op])

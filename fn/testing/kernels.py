@@ -164,6 +164,7 @@ def _opcheck(op: str, device: torch.device) -> str | None:
 def _vmap(op: str, device: torch.device) -> str | None:
     args = known_answers.on_device(device, small_arguments(op)[0])
     dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
+    # (R, ...) -> (2, R, ...)
     pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
     batched = known_answers.as_tuple(torch.func.vmap(_op(op), in_dims=dims)(*pair))
     flipped = [a.flip(0) if isinstance(a, Tensor) else a for a in args]
@@ -177,6 +178,7 @@ def _vmap(op: str, device: torch.device) -> str | None:
 
 def _fullgraph(op: str, device: torch.device) -> str | None:
     args = known_answers.on_device(device, small_arguments(op)[0])
+    # All checks compile this one lambda: without a reset dynamo gives up at the ninth.
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
@@ -199,6 +201,7 @@ def arguments(
     Args: strided: with other options, and with gaps in vectors. special: with zeros, infinities and NaN. runs: of the
         rows; (): runs that n elements fill.
     """
+    # Two codes of 4 bits share a byte, so a row has an even number of them.
     n -= n % 2 if width == 4 else 0
     g = torch.Generator().manual_seed(n + 1)
     runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
@@ -207,9 +210,11 @@ def arguments(
     widths = torch.tensor(
         [w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], dtype=torch.int64, device="cpu"
     )
+    # (S,) twice -> (2, S): a row without padding and one with
     valid = torch.stack([widths, (widths * 7) // 8])
 
     def numbers(kind: torch.dtype, *shape: int) -> Tensor:
+        # (..., 2) -> (...): every second number, so that elements lie two apart
         x = torch.randn((*shape, 2) if strided else shape, generator=g, dtype=torch.float64, device="cpu")
         x = (x[..., 0] if strided else x).to(kind)
         if special:
