@@ -214,8 +214,8 @@ def describe(value: Any) -> dict[str, str]:
         >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
         '0.8'
 
-    Of a tensor of several numbers, and of one that `torch.func.vmap` batches, it is shape and dtype; among what makes a
-    codec or a feedback, of which every rank reads what others wrote, a digest of the numbers, too.
+    A tensor of several numbers, and one that `torch.func.vmap` batches, counts by its shape and dtype. An argument of a
+    codec or a feedback also counts by a digest of its numbers: every rank decodes with it what the others encoded.
     """
     texts: dict[str, str] = {}
     for name, text in _texts(value, type(value).__name__):
@@ -225,7 +225,7 @@ def describe(value: Any) -> dict[str, str]:
 
 
 def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield what `describe` says. shared: of a codec or a feedback."""
+    """Yield the settings that `describe` returns. shared: the value is an argument of a codec or a feedback."""
     value = original(value)
     if isinstance(value, Codec | Feedback):
         shared, value = True, value if value.make is None else value.make

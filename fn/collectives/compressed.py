@@ -57,7 +57,7 @@ def reduce_scatter_mean(
 ) -> tuple[Tensor, Tree]:
     """Average a vector over the ranks of an axis, or of several, in codes; each rank gets its shard of the mean.
 
-    Two ranks average four numbers in 8 bits. Rank r gets the r-th half, and keeps what its codes did not say:
+    Two ranks average four numbers in 8 bits. Rank r gets the r-th half, and keeps the rounding of its codes as error:
 
     >>> import torch, fn
     >>> def on_rank(x):
@@ -255,7 +255,7 @@ def _gather(
 
 
 def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
-    """Average a vector (n,) exactly; over several axes, only the last sees 1 / W of it, W the ranks of the others.
+    """Average a vector (n,) exactly. Over several axes, the last axis carries 1 / W of it, W the ranks of the others.
 
     Args: consume: x is not needed any more, and the mean may take its memory.
     """

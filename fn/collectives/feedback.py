@@ -30,10 +30,10 @@ class Feedback(NamedTuple):
     init: x (n,) -> error, for vectors like x.
     compensate: (x, error) -> (n,), what is encoded.
     residual: (compensated, decoded, error) -> the next error.
-    rule: what these three do, as data, for codecs that have a kernel for it. None: unknown.
+    rule: the kind of these three functions and their arguments, for codecs that have a kernel for it. None: unknown.
     delivered: (x, error) -> the next error after x was delivered exactly. With it an average averages in the warm-up,
         too, so that the first step in codes has nothing to catch up on. None: an exact step leaves errors alone.
-    make: makes it again, where it was unpickled. None: then it cannot be pickled.
+    make: a function without arguments that makes this feedback again, which is what is pickled. None: no pickle.
 
     `_replace` of one of the functions also sets rule and make to None, unless they are given: they belong to the old.
     """
@@ -286,7 +286,7 @@ def differences() -> Feedback:
     >>> delivered, feedback.compensate(torch.tensor([4.0, 4.0]), delivered)
     (tensor([4., 1.]), tensor([0., 3.]))
 
-    Returns: a feedback for one axis, whose server's half has another one: see `compressed_average`.
+    Returns: a feedback for the workers of one axis; their servers have another one, see `compressed_average`.
 
     Paper: Richtarik, Sokolov and Fatkhullin, EF21 (arXiv 2106.05203), algorithm 2.
     """
@@ -418,9 +418,9 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
 
 
 def _as_kept(error: Tree, segments: Segments) -> Tensor:
-    """Return an error itself, where only its feedback knows what it adds to a message.
+    """Return an error itself, for a feedback that may add something else to a message.
 
-    To add up such errors is right wherever what is sent later is linear in them, such as `x + 0.9 * error`.
+    Such errors may be added up wherever the messages are linear in them, such as `x + 0.9 * error`.
     """
     length = segments.valid.shape[0] * segments.row_length
     if isinstance(error, Tensor) and error.shape == (length,) and error.is_floating_point():

@@ -166,7 +166,7 @@ def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) 
 
 
 def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]) -> Iterator[Segments]:
-    """Yield the segments of hops with so many rows each; ranks: which of them is this rank's, but at the last hop."""
+    """Yield the segments of each hop. sizes: rows of each hop. ranks: this rank's row, of all hops but the last."""
     tensors = len(rows.widths)
     for size, rank in zip_longest(sizes, ranks):
         parts = rows.valid.shape[0] // size

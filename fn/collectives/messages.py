@@ -117,7 +117,7 @@ def swap_rows(rows: Sequence[Tensor] | Tensor, axis: str) -> list[Tensor]:
 def fill_rows(out: Tensor, axis: str) -> None:
     """Write row r of rank r into row r of `out` on all ranks.
 
-    Args: out: (W, ...), contiguous, of which this rank's own row is there. axis: the axis' name.
+    Args: out: (W, ...), contiguous; this rank has written its own row. axis: the axis' name.
     Raises: as `all_gather`.
     """
     way = direct([out], axis)
@@ -130,7 +130,7 @@ def fill_rows(out: Tensor, axis: str) -> None:
 
 
 def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
-    """Return the leaves and what puts them back; of a NamedTuple of tensors, as codecs have them, without a walk."""
+    """Return the leaves, and a function that puts them back. A NamedTuple of tensors, a codec's, needs no walk."""
     if hasattr(payload, "_make") and {type(leaf) for leaf in payload} == {Tensor}:
         return [*payload], payload._make
     leaves, structure = tree.flatten(payload)
@@ -159,7 +159,7 @@ def _wide_first(leaves: Sequence[Tensor]) -> list[int]:
 
 
 def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Join leaves (R, ...) into (R, bytes) uint8; return it and what takes such a message apart."""
+    """Join leaves (R, ...) into (R, bytes) uint8; return it, and a function that takes such a message apart."""
     if len(leaves) == 1:
         return leaves[0], lambda message: [message]
     order = _wide_first(leaves)
@@ -195,7 +195,7 @@ def joined(leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -
 
 
 def apart(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in shape and dtype like these, of which `joined` made a message; they may share its memory."""
+    """Take a message of `joined` apart: return tensors like these in shape and dtype. They may share its memory."""
     order = _wide_first(like)
     lengths = [like[i].numel() * like[i].element_size() // message.element_size() for i in order]
     unpacked: list[Any] = [None] * len(like)

@@ -6,11 +6,11 @@ Every tensor has one owner. What is sent of it is an item, a tree of tensors (1,
     from_owners        the owner of a tensor has an item of it     -> every rank has it
     rows_from_owners   the owner of a tensor has W items, as rows  -> every rank has its own row
 
-Each is one message from each rank to each other one, whose length is that of what the receiver owns, or the sender. It
-lies in no table of equal rows, which would be as long as the longest. Only transports that are registered, such as MPI,
-carry rows of one length. On a device each large tensor is sent from where it lies and received where it stays: messages
-of all of them would take the memory of the params, twice. Simulated ranks exchange all items, because vmap knows no
-lengths that depend on the rank.
+Each is one message from each rank to each other one, as long as the tensors that the receiver owns, or the sender. The
+messages differ in length: rows of equal length would all be as long as the longest. Only registered transports, such as
+MPI, carry rows of one length. On a device each large tensor is sent from where it lies and received where it stays:
+messages of all of them would take the memory of the params, twice. Simulated ranks exchange all items, because vmap
+knows no lengths that depend on the rank.
 
 Ledgers count what a rank sends. Simulated ranks, which have one ledger, count the mean over the ranks.
 """

@@ -116,8 +116,8 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
 def permute(x: Tree, axis: str, perm: Sequence[int]) -> Tree:
     """Send to one rank: rank r's value goes to rank perm[r], and each rank gets the value of the one that sends to it.
 
-    It is what rings, pairs and gossip need. A rank waits for the two ranks that it has to do with, and for no other,
-    where messages travel over connections of our own.
+    Rings, pairs and gossip need it. Over connections of our own a rank waits only for the rank that it sends to and the
+    rank that sends to it.
 
     >>> import torch, fn
     >>> fn.simulate(lambda x: fn.permute(x, "data", [1, 2, 0]), "data", 3)(torch.tensor([10, 20, 30]))
@@ -226,7 +226,7 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
 
 def mean_in_place(x: Tensor, axis: str) -> Tensor:
-    """Return what `pmean` returns, in the memory of x where that holds numbers; nobody else may need x.
+    """Return what `pmean` returns, in the memory of x where that holds numbers. No caller may need x afterwards.
 
     Args: x: a contiguous floating tensor. axis: one axis. Raises: as `pmean`; x is lost then.
     """
@@ -255,7 +255,7 @@ def exchange_ragged(
     Not among simulated ranks. Transports that are registered carry rows of one length, the longest.
 
     Args: rows: W vectors of one dtype and device. lengths: of what comes from each rank. longest: of all rows of all
-        ranks. collective: as which it is counted.
+        ranks. collective: the name under which ledgers count it.
     Raises: as `all_to_all`.
     """
     size, _, transport = axes.resolve(axis)
@@ -293,7 +293,7 @@ def pass_parts(
     """Send tensors to other ranks and fill tensors from them, as one call of the device's library.
 
     Args: sends, receives: rank -> contiguous tensors, in the order in which that rank receives, or sends, them; empty
-        ones are left out. All ranks of the axis have to call it. collective: as which it is counted.
+        ones are left out. All ranks of the axis have to call it. collective: the name under which ledgers count it.
     Raises: as `all_to_all`.
     """
     transport = axes.resolve(axis).transport
@@ -315,8 +315,8 @@ def pass_parts(
 def gather_simulated(x: Tensor, axis: str, collective: str, length: int) -> Tensor:
     """Return the vectors of all simulated ranks, (W, n), the same on all.
 
-    Args: x: (n,). collective, length: as which one of them is counted, and the bytes of what all ranks own together, of
-        which a rank sends (W - 1) / W in the mean; 0 for none.
+    Args: x: (n,). collective: the name under which one message is counted. length: the bytes of all that the ranks own
+        together, of which a rank sends (W - 1) / W in the mean; 0 to count nothing.
     """
     size, rank, transport = axes.resolve(axis)
     _count_simulated(x, axis, collective, length)

@@ -50,7 +50,7 @@ def watchers() -> Watchers:
 
 
 def watch(by: Watchers) -> None:
-    """Let these, and nobody else, watch from now on."""
+    """Set who watches this thread from now on."""
     if any(by):
         _watching[_watched_thread()] = by
     else:
@@ -65,7 +65,7 @@ def _watched_thread() -> threading.Thread:
 
 @contextmanager
 def watched_by(by: Watchers) -> Iterator[None]:
-    """Let these, such as those of the thread that a job is for, and nobody else, watch in this context."""
+    """Set who watches this thread in this context, such as the watchers of the thread that a job is for."""
     before = watchers()
     watch(by)
     try:
@@ -140,7 +140,7 @@ def observe_kept(error: Tensor) -> None:
 
 
 def step_range(name: RangeName) -> AbstractContextManager[None]:
-    """Return a context that names what it spans to the profiler and the observers."""
+    """Return a context whose time the profiler and the observers note under a name."""
     if torch.compiler.is_compiling():  # which does not know a context that was made outside
         return nullcontext()
     if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():

@@ -108,11 +108,11 @@ def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -
 
 
 def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
-    """Take what the ranks of simulated axes computed each for itself out of their levels, where it is the same.
+    """Return a tensor without the levels of simulated axes, if all of their ranks computed the same numbers.
 
-    It is for numbers that are made from what is one rank's own, and yet are equal by construction. vmap cannot know
-    that. Where they differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks keep
-    theirs.
+    It is for numbers that each rank makes from values of its own, and that are equal by construction. vmap cannot know
+    that. Where the numbers differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks
+    keep theirs.
     """
     for name in names(axis):
         bound = resolve(name)

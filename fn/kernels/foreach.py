@@ -27,13 +27,13 @@ CHUNK = 1 << 25
 """Elements that are taken together on an accelerator: 128 MiB a temporary list, so that a step has few chunks."""
 
 CHUNK_OF_CPU = 1 << 16
-"""And on a CPU, whose second-level cache holds a chunk of every list."""
+"""Elements that are taken together on a CPU: its second-level cache holds a chunk of every list."""
 
 FUSED = ("cpu", "cuda", "xpu")
 """Devices for which torch has AdamW's step in one pass."""
 
 ENDLESS = 1e12
-"""Steps after which 1 - b**t is 1 for all b in [0, 1)."""
+"""A number of steps t at which 1 - b**t is 1 for all b in [0, 1)."""
 
 Tensors: TypeAlias = "list[Tensor] | tuple[Tensor, ...]"
 
@@ -430,7 +430,7 @@ def _write(lists: Sequence[list[Tensor]], *values: Many) -> None:
 
 
 def _fit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether there are tensors, contiguous float32, none without elements, of which no norm is the largest."""
+    """Return whether there are tensors, all contiguous float32 with elements: no elements have no largest norm."""
     return bool(lists[0]) and plain(*lists) and all(t.numel() for t in lists[0])
 
 

@@ -177,7 +177,7 @@ def _codes(width: int, *rows: int) -> Tensor:
 
 
 def finite_fp8(codes: Tensor) -> Tensor:
-    """Return bytes of which those that may be a NaN or an Inf, which no codec makes, are another number."""
+    """Return bytes in which a finite number replaces each NaN and Inf, which no codec sends."""
     return torch.where((codes & 127) > 123, codes - 4, codes)
 
 
@@ -233,7 +233,7 @@ def _guard_of(x: Tensor) -> Tensor:
 
 
 def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
-    """Run a kernel on copies of the arguments; return what it works on in place, what lies behind, and its results."""
+    """Run a kernel on copies of its arguments; return the tensors it writes, the guards behind them, its results."""
     args = on_device(device, args)
     written: list[Any] = []
     if op.endswith("_"):

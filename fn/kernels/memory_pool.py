@@ -25,7 +25,7 @@ SMALLEST = 1 << 18
 
 ALIGNMENT = 64
 FORGET_AFTER = 256
-"""Leases after which free blocks of a size that nobody asked for are given back."""
+"""Leases after which free blocks go back to the system, if none of them was of their size."""
 
 Block: TypeAlias = NDArray[np.uint8]  # aligned
 

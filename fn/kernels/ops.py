@@ -156,7 +156,7 @@ def _check_lengths(named: dict[str, Any]) -> None:
 
 
 def direct(name: str, *args: Any) -> Any:
-    """Run a kernel past the dispatcher, to which every tensor of a list has its price, and past the checks.
+    """Run a kernel without the dispatcher, which takes time for every tensor of a list, and without the checks.
 
     Args: name: of the op. args: its own; tensors that hold numbers now (`tracing.is_concrete`), without grad mode,
         checked by the caller.

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 ROUNDS = 32
-"""Encodings after which what is added to an error each time must have come back, and the error has stopped growing."""
+"""Encodings in a check: within them a number that is added each time must come back, and errors must stop growing."""
 
 
 class Report(NamedTuple):

@@ -28,8 +28,8 @@ _WIDE = (torch.float32, torch.float64)
 _OF_ANY_DTYPE = (
     "pack_bits", "unpack_bits", "sign_encode", "sign_encode_feedback", "quantize", "quantize_feedback", "quantize_fp8",
 )  # fmt: skip
-"""Kernels that see vectors as they come. Those on lists see params and gradients so; all else is float32, or float64,
-whatever the dtype of a model."""
+"""Kernels that take vectors in any dtype. Kernels on lists take params and gradients in any dtype; all else is float32,
+or float64, whatever the dtype of a model."""
 
 _SPECIAL = (0.0, -0.0, 1e-45, -1e-40, float("inf"), -float("inf"), float("nan"))
 
@@ -79,7 +79,7 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
 
 
 Check = tuple[str, Callable[[], str | None]]
-"""What is looked at, and a function that returns what is wrong with it, or None."""
+"""A check: its name, and a function that returns the fault that it finds, or None."""
 
 
 def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:

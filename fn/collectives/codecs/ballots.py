@@ -31,10 +31,10 @@ def ballots(ties: str = "even") -> Codec:
 
         C(x) = sgn(x),   C(0) = +1 at an even index, -1 at an odd one
 
-    With servers the mean of the ranks' votes is voted on once more: what arrives is the majority. Without them what
-    arrives is the mean of the votes. A row with a NaN or an Inf comes back as NaN; one byte for each row says so. For
-    gradients or momenta behind which the learning rate alone says how far to go; with `off()`, for what a vote leaves
-    out is no small number.
+    With servers the mean of the ranks' votes is voted on once more, so the majority arrives. Without servers the mean
+    of the votes arrives. A row with a NaN or an Inf comes back as NaN, for which each row has a byte. Use it for
+    gradients or momenta where the learning rate alone sets the length of a step, and use it with `off()`: a vote leaves
+    out the whole magnitude, which would make errors large.
 
     >>> import torch, fn
     >>> codec = fn.ballots()

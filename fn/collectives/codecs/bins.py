@@ -70,7 +70,7 @@ def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
 
 
 def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
-    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row. None: all."""
+    """Return the codec for one tensor. valid: (R, 1), how many elements of each row are real; None: all."""
     width = levels.bit_length() - 1
     align = 8 // math.gcd(width, 8)
 

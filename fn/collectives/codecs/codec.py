@@ -58,13 +58,13 @@ class Codec(NamedTuple):
     encode: (R, n) floating -> payload, a tree of tensors (R, ...). Deterministic: the same numbers, the same payload.
     decode: payload -> (R, n) floating.
     align: n must be a multiple of it; the collectives pad each rank's piece of a tensor to one.
-    bits: on the wire per element, scales of blocks included. NaN: it depends on the length of the tensor.
+    bits: bits on the wire per element, scales of blocks included. NaN: they depend on the length of the tensor.
     decode_mean: payload of W rows -> (n,), the mean of the decoded rows, added in the order of the rows; or of those
         rows that hold the element, where rows need not hold all.
     segmented: Segments -> the same codec for several tensors in a row, blocks and scales not crossing from one
         tensor into the next. None: `segmented` does it tensor by tensor.
     fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
-    make: makes it again, where it was unpickled. None: then it cannot be pickled.
+    make: a function without arguments that makes this codec again, which is what is pickled. None: no pickle.
 
     `_replace` of encode or decode also sets the last four to None, unless they are given: they belong to the old pair.
     """
@@ -156,7 +156,7 @@ class Segments(NamedTuple):
 
     @property
     def places(self) -> dict[int, list[int]]:
-        """Return where the segments of each width are; empty ones have nothing to say, but one, where all are empty."""
+        """Return the indices of segments by width. Empty segments are left out; if all are empty, one stays."""
         places: dict[int, list[int]] = {}
         for s, width in enumerate(self.widths):
             if width:
@@ -177,11 +177,11 @@ class Segments(NamedTuple):
         return torch.arange(self.row_length, dtype=torch.int64, device=device) < ends
 
     def clear(self, x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        """Return x with zeros for the padding, x being all rows, or the one given."""
+        """Return x with zeros in its padding. x: all rows (R, n), or those that `rows` names."""
         return torch.where(self.mask(x.device)[rows], x, 0.0)
 
     def cleared(self, x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        """Do what `clear` does where there is padding: a mask of all elements costs more memory than they do."""
+        """Do what `clear` does, and nothing where there is no padding: a mask (R, n) costs time and memory."""
         return self.clear(x, rows) if self.padded else x
 
 
@@ -222,7 +222,7 @@ def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> 
     """Return a codec for rows in which several tensors lie side by side, each in a codec of its own.
 
     Args: of_tensor: (width, valid (R, 1)) -> the codec for rows of one tensor; `align` and `bits` are the same for all.
-        It is given numbers in which padding is zero, and may give any for the padding.
+        It encodes numbers whose padding is zero, and may decode padding to any numbers.
     Returns: the codec; its payload is a tuple with an entry for each tensor that has elements.
     """
     with_elements = [s for s, width in enumerate(segments.widths) if width]  # an empty tensor has nothing to say
@@ -392,7 +392,7 @@ def _numbers_of_bytes(width: int, device: torch.device) -> list[tuple[Tensor, Te
 
 @cached_plan
 def _bytes_of_numbers(width: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Return for each of 8 numbers the places of a few bytes, and how far what they are is shifted right."""
+    """Return for each of 8 numbers the places of a few bytes, and how far these, joined, are shifted right."""
     first_bit = width * torch.arange(8, dtype=torch.int64, device="cpu")
     several = max(width * i % 8 + width + 7 for i in range(8)) // 8
     # A number ends inside of its group. So a byte that was clamped lands above its bits, and is masked away.

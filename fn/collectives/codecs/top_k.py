@@ -45,8 +45,8 @@ AS_THEY_ARE = identity()
 class TopKPayload(NamedTuple):
     """What S tensors of one length send.
 
-    indices: (R, S, bytes) uint8, of each kept element in its block. values: what they are, (R, S, kept), or the payload
-    of a codec.
+    indices: (R, S, bytes) uint8, the packed index of each kept element in its block. values: the kept elements
+    (R, S, kept), or their payload in a codec.
     """
 
     indices: Tensor
@@ -54,9 +54,9 @@ class TopKPayload(NamedTuple):
 
 
 class WholePayload(NamedTuple):
-    """A row that is one tensor. length: (R, n, 0) uint8, no bytes: only its shape says something. tensor: its payload.
+    """A row that is one tensor. length: (R, n, 0) uint8, without bytes; its shape holds n. tensor: the payload.
 
-    A row of several tensors has no such entry: there the lengths are known.
+    A row of several tensors has no such entry: its segments hold the lengths.
     """
 
     length: Tensor
@@ -196,10 +196,10 @@ def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
 
 
 class _Alike(NamedTuple):
-    """The tensors of one length in a row: what is done to them is done at once.
+    """The tensors of one length in a row, which are encoded together.
 
-    starts: where each of them begins. valid: (R, S), how many elements of each are real. values: the codec of what is
-    sent of one tensor.
+    starts: the first element of each in the row. blocks: how each is cut. valid: (R, S), how many elements of each are
+    real. values: the codec of the kept elements of one tensor.
     """
 
     starts: tuple[int, ...]
@@ -348,7 +348,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
 
 
 def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differences) -> Fused:
-    """Return the codec and a feedback in one: of the vector that is decoded only what was sent is looked at."""
+    """Return the codec and a feedback in one, which decodes the elements that were sent, and no whole vector."""
 
     def init(x: Tensor) -> Tensor:
         return torch.zeros_like(x.reshape(-1), dtype=scale_dtype(x))

@@ -288,7 +288,7 @@ CALLERS = 64
 """Callers that may be about to say who they are, while the connections are opened."""
 
 RANK = "<Q"
-"""What a rank that calls says after the token."""
+"""The number of the calling rank, which it sends after the token."""
 
 Address = tuple[str, int]
 
@@ -432,7 +432,7 @@ def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iter
 
 
 def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
-    """Add to what a caller has said; return whether it has neither said all that it may nor hung up."""
+    """Read more bytes of a caller; return whether it is still to send some, and has not hung up."""
     part = b""
     with suppress(OSError):
         part = caller.recv(length - len(said))
@@ -441,13 +441,13 @@ def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
 
 
 def _rank_in(said: bytearray, token: bytes) -> int | None:
-    """Return the rank that says so; None for a stranger."""
+    """Return the rank that has called, by the token and the number that it sent; None for a stranger."""
     knows = secrets.compare_digest(said[: len(token)], token) and len(said) == len(token) + struct.calcsize(RANK)
     return int(struct.unpack(RANK, said[len(token) :])[0]) if knows else None
 
 
 def _answer(listener: Any, open_calls: Any) -> None:
-    """Take the next call, at the price of the oldest one that nothing has been said in if there are too many."""
+    """Take the next call. If there are too many open ones then, hang up on the oldest."""
     with suppress(BlockingIOError, ConnectionError):  # the caller has hung up before
         caller, _ = listener.accept()
         caller.setblocking(False)

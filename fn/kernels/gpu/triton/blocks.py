@@ -39,8 +39,8 @@ SUMMED = 1 << 10
 """Blocks of a segment that are added at a time."""
 
 FEW, TABLES = 64, 256
-"""Tensors of which as many tables of addresses are kept as other plans, and how many are kept of more tensors: where
-gradients come and go, each step leaves one behind."""
+"""Up to FEW tensors, as many tables of addresses are kept as other plans; of more tensors, TABLES are kept: where
+gradients get new memory in each step, each step leaves a table behind."""
 
 WITH_STREAMS = ("cuda", "xpu")
 """Devices that copy from pinned memory while the host goes on."""
@@ -409,5 +409,5 @@ def mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK:
 
 @jit
 def peak_of(x):
-    """Return the largest magnitude, as an integer, of which that of a NaN is the largest."""
+    """Return the largest magnitude, by its bits as an integer, of which those of a NaN are the largest."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
