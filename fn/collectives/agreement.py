@@ -92,6 +92,7 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
         named: name -> value. A name that a rank does not have has the value "missing" there.
         gather: a value -> the values of all ranks, such as `gather_values` of an axis, or `all_gather_object`.
     """
+    # Sorted: another order of the same names is no difference.
     digest = hashlib.blake2b(repr(sorted(named.items())).encode(), digest_size=24).hexdigest()
     if len(set(gather(digest))) == 1:
         return []
@@ -99,6 +100,7 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
     names = dict.fromkeys(name for values in of_ranks for name in values)
     rows = [Difference(name, [values.get(name, "missing") for values in of_ranks]) for name in names]
     differing = [row for row in rows if any(value != row.values[0] for value in row.values)]
+    # A stable sort: within a rank the names keep their order.
     return sorted(differing, key=lambda row: row.rank)
 
 

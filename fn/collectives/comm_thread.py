@@ -191,6 +191,7 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
             dist.get_process_group_ranks(group),
             backend=None if backend == "undefined" else backend,
             timeout=timeout_of(group),
+            # Only ranks of this group come here. Otherwise torch waits for all ranks of the world.
             use_local_synchronization=True,
             group_desc="fn: behind the backward pass",
         )

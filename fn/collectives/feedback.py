@@ -349,6 +349,7 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
     if kind is torch.int8:
         return _in_blocks(block)
     if kind is torch.bfloat16:
+        # Widened again, because what is compensated with it is a sum in float32.
         return Store(lambda e: e.to(torch.bfloat16), lambda kept: kept.float())
     return Store(lambda e: e, lambda kept: kept)
 

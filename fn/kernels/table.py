@@ -296,6 +296,7 @@ def warm_halves(ops: Iterable[str], device: torch.device, dtypes: Iterable[torch
         for args in [args for dtype in kinds for args in _in_halves(op, dtype)]:
             for cell in cells(op, device.type):
                 try:
+                    # The first kernel that takes them is the one that a step will run: the others need no compiling.
                     if known_answers.outcome(op, cell.kernel, args, device) is not NotImplemented:
                         break
                 except Exception as error:  # a step that needs it raises it again
@@ -368,6 +369,7 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
         progress(op, len(pairs), len(pairs))
     providers: dict[str, dict[str, str]] = {}
     for device in devices():  # of a device that is not here the table shows what its rows claim
+        # Reversed: the row that is asked first is written last.
         claimed = {} if device in here else {op: row.name for row in reversed(rows(device)) for op in row.kernels}
         tried = {op: kernels[0].provider for op in SCHEMAS if (kernels := accepted.get((device, op)))}
         providers[device] = {op: tried.get(op, claimed.get(op, REFERENCE)) for op in SCHEMAS}

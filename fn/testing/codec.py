@@ -176,6 +176,7 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
     half, row = segmented(codec, segments), segments_of(segments, 2, _length(codec), CPU)
     n = row.row_length
     error: Tree = classic().init(torch.zeros(2 * n, dtype=torch.float32, device=CPU))
+    # In float64: what is looked at is the codec's rounding, and not that of these sums.
     sent = delivered = torch.zeros(2, n, dtype=torch.float64, device=CPU)
     sizes = []
     for step in range(ROUNDS):

@@ -103,6 +103,7 @@ def _kernel_checks(
     yield "known answer", lambda: known_answers.complaint(op, kernel, device)
     widths, dtypes = widths_of(op), DTYPES if op in _OF_ANY_DTYPE + ON_LISTS else _WIDE
     for n, dtype, strided, width in itertools.product(sizes, dtypes, (False, True), widths):
+        # The longest rows show sizes of grids, to which gaps add nothing but time.
         if not (strided and n >= 2**20):
             case = partial(arguments, op, n, dtype, width=width, strided=strided)
             what = f"n={n} {dtype} width={width}{' strided' * strided}"
@@ -203,6 +204,7 @@ def arguments(
     """
     # Two codes of 4 bits share a byte, so a row has an even number of them.
     n -= n % 2 if width == 4 else 0
+    # A generator of its own leaves torch's random state to the suite that runs this.
     g = torch.Generator().manual_seed(n + 1)
     runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
     segments = sum(runs[::2])

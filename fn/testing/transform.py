@@ -81,6 +81,7 @@ def _steps(tx: Transform, schedule: Schedule) -> Sequence[Phase | Round]:
         if in_a_row <= IN_A_ROW and counts[phase] < OF_A_KIND:
             counts[phase] += 1
             chosen.append(phase)
+    # A first step in codes uses what a warm-up step leaves in the state, so one is put in front.
     return [Phase.WARMUP, *chosen] if chosen and chosen[0].phase in tx.needs_warmup else chosen
 
 
@@ -147,6 +148,7 @@ class _Run:
             return (p.detach().cpu().double() + noise).to(p)
 
         self.before = tree.map(like, self.params), self.state, self.params
+        # A version counts writes, also those that leave the numbers as they are for these gradients.
         kept, versions = tree.map(torch.clone, self.before), [x._version for x in tree.leaves(self.before)]
         self.after = self.step(phase, *self.before)
         for place, (x, version) in enumerate(zip(tree.leaves(self.before), versions, strict=True)):

@@ -91,6 +91,7 @@ class Connections:
         self._peers, self._ranks, self._timeout = dict(peers), sorted(peers), timeout
         self._lock = threading.Lock()
         self._count = 0
+        # With the sockets and not with self, which would never die then.
         weakref.finalize(self, _close, self._peers)
         _of_this_process.add(self)
         for connection in self._peers.values():
@@ -343,6 +344,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     """Connect all pairs of ranks; None on all ranks if one pair cannot be."""
     peers: dict[int, socket.socket] = {}
     problem, listener, address = "", None, None
+    # Every rank makes one, so that all tell alike; rank 0's counts.
     token = secrets.token_bytes(16)
     try:
         if stays_on_gloo(group):

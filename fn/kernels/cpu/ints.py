@@ -187,6 +187,7 @@ def feedback_blocks(
         pad(h, real, length)
         to = codes + bytes_of(place, width)
         factor = quantize_segment(h, to, width, length, peak_of(h, length))
+        # The codes of h are written. Now the next error takes its place, piece by piece.
         for i in range(0, real, STEP):
             count = min(STEP, real - i)
             get_codes(to + bytes_of(i, width), factor, scratch, width, count, False)

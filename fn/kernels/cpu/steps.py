@@ -207,6 +207,7 @@ def adamw_into_blocks(
     low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, frozen, scratch
 ):
     """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
+    # Results are formed in the scratch, from where `write` may send them past the cache.
     here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
     for k in range(low, high):
         _, first, length, _, _ = block_of(grid, k)

@@ -78,6 +78,7 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, 
         m = kept_at_zero(m, v, 0.0, 0.0)
     m = held(m, v, descent[0], max_momentum)
     store(mu, i, m, inside, FULL)
+    # Rounded before it is copied: a copy that is an anchor has to equal the param, to the last bit.
     new = adamw(load(p, i, inside, FULL), m, v, *descent).to(p.dtype.element_ty)
     store(p, i, new, inside, FULL)
     if COPIES:
