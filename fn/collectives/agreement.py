@@ -216,8 +216,9 @@ def describe(value: Any) -> dict[str, str]:
         >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
         '0.8'
 
-    A tensor of several numbers, and one that `torch.func.vmap` batches, counts by its shape and dtype. An argument of a
-    codec or a feedback also counts by a digest of its numbers: every rank decodes with it what the others encoded.
+    A tensor of several numbers, and one that `torch.func.vmap` batches, counts by its shape and dtype. A tensor among
+    the arguments of a codec or a feedback also counts by a digest of its numbers: every rank decodes with them what the
+    others encoded.
     """
     texts: dict[str, str] = {}
     for name, text in _texts(value, type(value).__name__):

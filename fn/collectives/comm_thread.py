@@ -161,8 +161,8 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
             stream.wait_event(event)
         with binding, watched_by(submitter):
             done.set_result(job())
-    # Whoever waits for the job gets the error. A thread that ended by it would never come to the next jobs.
     except BaseException as error:
+        # Whoever waits for the job gets the error. A thread that ended by it would never come to the next jobs.
         done.set_exception(error)
     return True
 
