@@ -92,6 +92,7 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
         named: name -> value. A name that a rank does not have has the value "missing" there.
         gather: a value -> the values of all ranks, such as `gather_values` of an axis, or `all_gather_object`.
     """
+    # Sorted: another order of the same names is no difference.
     digest = hashlib.blake2b(repr(sorted(named.items())).encode(), digest_size=24).hexdigest()
     if len(set(gather(digest))) == 1:
         return []
@@ -99,6 +100,7 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
     names = dict.fromkeys(name for values in of_ranks for name in values)
     rows = [Difference(name, [values.get(name, "missing") for values in of_ranks]) for name in names]
     differing = [row for row in rows if any(value != row.values[0] for value in row.values)]
+    # A stable sort: within a rank the names keep their order.
     return sorted(differing, key=lambda row: row.rank)
 
 
@@ -115,6 +117,7 @@ def true_on_all(flag: Tensor, axes: Sequence[str], device: torch.device) -> Tens
     """
     for axis in axes:
         if axis_size(axis) > 1:
+            # Counted is who says no: `psum` has no sum of truth values.
             flag = psum((~flag).to(device, torch.int32), axis) == 0
     return flag
 
@@ -137,6 +140,7 @@ def gather_values(value: Any, axis: AxisNames, device: torch.device | str = "cpu
 
 
 def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> list[bytes]:
+    # (bytes,) -> (W, bytes)
     rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
     return [bytes(row) for row in rows.cpu().tolist()]
 
@@ -156,6 +160,7 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
     if axis_size(axis) == 1 or any(resolve(name).transport == SIMULATED for name in names(axis)):
         return
     if not isinstance(axis, str):
+        # First: over axes that are no grid the texts of some ranks would be gathered twice, and of others never.
         _check_grid(names(axis), device)
     mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}, KERNELS: kernels_here(device)}
     differing = differences(mine, partial(gather_values, axis=axis, device=device))
@@ -211,8 +216,9 @@ def describe(value: Any) -> dict[str, str]:
         >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
         '0.8'
 
-    Of a tensor of several numbers, and of one that `torch.func.vmap` batches, it is shape and dtype; among what makes a
-    codec or a feedback, of which every rank reads what others wrote, a digest of the numbers, too.
+    A tensor of several numbers, and one that `torch.func.vmap` batches, counts by its shape and dtype. A tensor among
+    the arguments of a codec or a feedback also counts by a digest of its numbers: every rank decodes with them what the
+    others encoded.
     """
     texts: dict[str, str] = {}
     for name, text in _texts(value, type(value).__name__):
@@ -222,7 +228,7 @@ def describe(value: Any) -> dict[str, str]:
 
 
 def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield what `describe` says. shared: of a codec or a feedback."""
+    """Yield the settings that `describe` returns. shared: the value is an argument of a codec or a feedback."""
     value = original(value)
     if isinstance(value, Codec | Feedback):
         shared, value = True, value if value.make is None else value.make
@@ -252,10 +258,12 @@ def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, s
 
 def _text_of_tensor(x: Tensor, shared: bool) -> str:
     if _is_one_number(x):
+        # Nine digits tell all float32 numbers apart.
         return f"{x.item():.9g}"
     form = f"{tuple(x.shape)} {x.dtype}"
     if not shared or x.device.type == "meta" or not is_concrete(x):
         return form
+    # (...) -> (n,) -> (bytes,): NumPy has no bfloat16
     numbers = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return f"{form} {hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
 
@@ -272,6 +280,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(x: Tensor) -> Tensor:
     """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
+    # (...) -> (n,) whole numbers, whose sum does not depend on the order of the additions
     words = x.detach().contiguous().view(-1).view(_WORDS.get(x.element_size(), torch.int64))
     return words.sum(dtype=torch.int64)
 
@@ -281,6 +290,7 @@ def describe_numbers(named: Mapping[str, Tensor]) -> dict[str, str]:
     if not named:
         return {}
     device = next(iter(named.values())).device
+    # 0-d of each tensor -> (tensors,), which the host reads in one go
     sums = torch.stack([checksum(x).to(device) for x in named.values()]).tolist()
     pairs = zip(named.items(), sums, strict=True)
     return {name: f"{x.dtype} {tuple(x.shape)} with checksum {s & (1 << 64) - 1:016x}" for (name, x), s in pairs}

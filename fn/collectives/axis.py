@@ -123,6 +123,7 @@ def _group_axis(name: str, group: Any) -> Axis:
     if isinstance(group, dist.ProcessGroup):
         transport = remember(group)
         _ranks[transport] = group.rank()
+        # On the host, whatever torch's default device is: a step reads it, and would wait for a device.
         return Axis(group.size(), torch.tensor(group.rank(), dtype=torch.int64, device="cpu"), transport)
     if is_communicator(group):
         transport = register_communicator(group)
@@ -211,6 +212,7 @@ def axis_index(axis: AxisNames) -> Tensor:
     first, *rest = names(axis)
     index = resolve(first).rank
     for name in rest:
+        # As digits of a number: the last axis counts fastest.
         index = index * resolve(name).size + resolve(name).rank
     return index
 
@@ -281,6 +283,7 @@ def in_turn(wires: Mapping[str, str]) -> Iterator[None]:
     with _changing:
         for axis, transport in wires.items():
             other, _ = _stepping.get(transport, (thread, 0))
+            # A thread that is inside of a step may begin another one: its messages stay in their order.
             if other is not thread:
                 wanted = f"one step at a time over the process group of axis {axis!r}, so that no messages are mixed up"
                 got = f"one in thread {thread.name!r} while thread {other.name!r} is inside of another"

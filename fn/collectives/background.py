@@ -94,6 +94,7 @@ def _thread_of(binding: Binding, bound: dict[str, Axis]) -> CommunicationThread:
     if key not in threads:
         # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So
         # the ranks meet before that, in a sum: a barrier of gloo does not hear it either.
+        # Nobody watches here: a ledger is not to count what is no part of a step.
         with watched_by(Watchers()):
             for name in bound:
                 psum(torch.zeros(1, dtype=torch.int64, device="cpu"), name)

@@ -162,6 +162,7 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
         with binding, watched_by(submitter):
             done.set_result(job())
     except BaseException as error:
+        # Whoever waits for the job gets the error. A thread that ended by it would never come to the next jobs.
         done.set_exception(error)
     return True
 
@@ -190,6 +191,7 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
             dist.get_process_group_ranks(group),
             backend=None if backend == "undefined" else backend,
             timeout=timeout_of(group),
+            # Only ranks of this group come here. Otherwise torch waits for all ranks of the world.
             use_local_synchronization=True,
             group_desc="fn: behind the backward pass",
         )
@@ -222,6 +224,7 @@ def seconds_per_byte(axis: str, device: torch.device) -> float:
     world = axis_size(axis)
     if world == 1:
         return 0.0
+    # (W, bytes): a rank sends all rows but its own
     rows = torch.zeros(world, PROBE // (world - 1), dtype=torch.uint8, device=device)
     times = []
     for _ in range(4):
@@ -232,6 +235,7 @@ def seconds_per_byte(axis: str, device: torch.device) -> float:
         _finish(device)
         times.append(time.perf_counter() - start)
     median = statistics.median(times[1:])  # the first one opens connections
+    # The mean, so that all ranks decide alike: one that hid its exchanges alone would wait for ever.
     return float(pmean(torch.tensor([median / PROBE], dtype=torch.float64, device=device), axis))
 
 

@@ -57,7 +57,7 @@ def reduce_scatter_mean(
 ) -> tuple[Tensor, Tree]:
     """Average a vector over the ranks of an axis, or of several, in codes; each rank gets its shard of the mean.
 
-    Two ranks average four numbers in 8 bits. Rank r gets the r-th half, and keeps what its codes did not say:
+    Two ranks average four numbers in 8 bits. Rank r gets the r-th half, and keeps the rounding of its codes as error:
 
     >>> import torch, fn
     >>> def on_rank(x):
@@ -184,6 +184,7 @@ def compressed_all_reduce(
         mean = _decode_mean(payload, last, segments, x.dtype, servers=servers)
     else:
         mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)
+        # (n / W of the inner axes,) -> (n,)
         mean = _gather(mean, server, plan, cuts, len(inner))
     return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
 
@@ -254,7 +255,7 @@ def _gather(
 
 
 def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
-    """Average a vector (n,) exactly; over several axes, only the last sees 1 / W of it, W the ranks of the others.
+    """Average a vector (n,) exactly. Over several axes, the last axis carries 1 / W of it, W the ranks of the others.
 
     Args: consume: x is not needed any more, and the mean may take its memory.
     """
@@ -263,6 +264,7 @@ def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
         mean: Tensor = primitives.mean_in_place(x, last) if consume else primitives.pmean(x, last)
         return mean
     size = axis_size(tuple(inner))
+    # (n,) -> (a multiple of W,)
     padded = F.pad(x, (0, -x.shape[0] % size)) if x.shape[0] % size else x  # zeros, which no mean of others changes
     rules = (tuple(inner), (identity(),) * len(inner), off())
     shard, _ = reduce_scatter_mean(padded, (), *rules)
@@ -336,6 +338,7 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
 
 def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
     with step_range("decode"):
+        # (W, n / W) -> (n,)
         return codec.decode(payload).reshape(-1).to(dtype)
 
 
@@ -354,6 +357,7 @@ def _decode_mean(payload: Tree, hop: Hop, segments: Segments | None, dtype: torc
         codec = hop.for_rows(None if segments is None else segments.row(row))
         with step_range("decode"):
             means.append(mean_of_rows(codec, codes).to(dtype))
+    # (n / rows,) of each row -> (n,)
     return means[0] if len(means) == 1 else torch.cat(means)
 
 

@@ -1,4 +1,4 @@
-"""Collectives are not differentiable, and say so: torch's own would give gradients of zero without a word."""
+"""Collectives refuse to be differentiated: torch's own would return gradients of zero, without an error."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ class Feedback(NamedTuple):
     init: x (n,) -> error, for vectors like x.
     compensate: (x, error) -> (n,), what is encoded.
     residual: (compensated, decoded, error) -> the next error.
-    rule: what these three do, as data, for codecs that have a kernel for it. None: unknown.
+    rule: the kind of these three functions and their arguments, for codecs that have a kernel for it. None: unknown.
     delivered: (x, error) -> the next error after x was delivered exactly. With it an average averages in the warm-up,
         too, so that the first step in codes has nothing to catch up on. None: an exact step leaves errors alone.
-    make: makes it again, where it was unpickled. None: then it cannot be pickled.
+    make: a function without arguments that makes this feedback again, which is what is pickled. None: no pickle.
 
     `_replace` of one of the functions also sets rule and make to None, unless they are given: they belong to the old.
     """
@@ -210,6 +210,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
 
     def vector_of(error: DampedError) -> Tensor:
+        # Scales (R, S) are of a codec's blocks, which end where tensors end. The blocks here do not.
         if error.scales.ndim != 1:
             raise TypeError("error: is laid out for another codec; make the state with the codec in use")
         return from_blocks(error.codes, since_reset(error, every), block)
@@ -285,7 +286,7 @@ def differences() -> Feedback:
     >>> delivered, feedback.compensate(torch.tensor([4.0, 4.0]), delivered)
     (tensor([4., 1.]), tensor([0., 3.]))
 
-    Returns: a feedback for one axis, whose server's half has another one: see `compressed_average`.
+    Returns: a feedback for the workers of one axis; their servers have another one, see `compressed_average`.
 
     Paper: Richtarik, Sokolov and Fatkhullin, EF21 (arXiv 2106.05203), algorithm 2.
     """
@@ -297,6 +298,7 @@ def differences() -> Feedback:
         return error + decoded.to(error.dtype)
 
     def delivered(x: Tensor, error: Tensor) -> Tensor:
+        # Without a copy the error would be x itself, over which its owner writes in the next step.
         return x.to(error.dtype, copy=True)
 
     return Feedback(_zeros, compensate, residual, Differences(), delivered, differences)
@@ -347,6 +349,7 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
     if kind is torch.int8:
         return _in_blocks(block)
     if kind is torch.bfloat16:
+        # Widened again, because what is compensated with it is a sum in float32.
         return Store(lambda e: e.to(torch.bfloat16), lambda kept: kept.float())
     return Store(lambda e: e, lambda kept: kept)
 
@@ -362,12 +365,14 @@ def _in_blocks(block: int) -> Store:
 
 def to_blocks(vector: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return a vector (n,) as codes (n,) int8 and scales (ceil(n / block),)."""
+    # (n,) -> (1, n)
     codes, scales = torch.ops.fn.quantize(vector[None], *_tiled(vector, block), 8)
     return codes[0], scales[0]
 
 
 def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """Return the vector (n,) of codes and scales, in the dtype of the scales."""
+    # (n,) -> (1, n) -> (n,)
     vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_tiled(codes, block), 8)
     return vector[0]
 
@@ -394,6 +399,7 @@ def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
     fused = fused_with(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return fused.settle(error, x.shape[0])
+    # What a feedback adds to zeros is what the error stands for.
     return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
 
 
@@ -413,9 +419,9 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
 
 
 def _as_kept(error: Tree, segments: Segments) -> Tensor:
-    """Return an error itself, where only its feedback knows what it adds to a message.
+    """Return an error itself, for a feedback that may add something else to a message.
 
-    To add up such errors is right wherever what is sent later is linear in them, such as `x + 0.9 * error`.
+    Such errors may be added up wherever the messages are linear in them, such as `x + 0.9 * error`.
     """
     length = segments.valid.shape[0] * segments.row_length
     if isinstance(error, Tensor) and error.shape == (length,) and error.is_floating_point():
@@ -445,9 +451,11 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
             codes, scales = to_blocks(wide, block)
         else:
             tiled = tile(segments.widths, segments.valid.to(wide.device), block)
+            # (R n,) -> (R, n)
             codes, scales = torch.ops.fn.quantize(wide.view(rows, -1), *tiled, 8)
         return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
     if isinstance(feedback.rule, StoredClassic):
+        # Of the vector nothing was delivered, so all of it is saved, in the form of the store.
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
     raise TypeError(expected("error", "a vector, a LazyError or a DampedError", type(like).__name__))
 

@@ -122,6 +122,7 @@ def initial_errors(
 
 def _initial_error(codec: Codec, feedback: Feedback, x: Tensor) -> Tree:
     fused = fused_with(codec, feedback)
+    # `classic` without lazy promises an error that can be looked at. Other rules leave its form open.
     may_choose = fused is not None and getattr(feedback.rule, "lazy", True)
     return fused.init(x) if fused is not None and may_choose else feedback.init(x.reshape(-1))
 
@@ -132,6 +133,7 @@ def split_errors(error: Tree, axis: AxisNames) -> list[Tree]:
         return [error]
     if isinstance(error, tuple) and not error:
         return [()] * len(names(axis))
+    # A NamedTuple such as `LazyError` is one error, and no tuple of errors of hops.
     if not isinstance(error, tuple) or hasattr(error, "_fields") or len(error) != len(names(axis)):
         raise ValueError(
             f"error: is not a tuple of {len(names(axis))} errors, one for each of the axes {[*names(axis)]}; a "
@@ -166,7 +168,7 @@ def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) 
 
 
 def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]) -> Iterator[Segments]:
-    """Yield the segments of hops with so many rows each; ranks: which of them is this rank's, but at the last hop."""
+    """Yield the segments of each hop. sizes: rows of each hop. ranks: this rank's row, of all hops but the last."""
     tensors = len(rows.widths)
     for size, rank in zip_longest(sizes, ranks):
         parts = rows.valid.shape[0] // size
@@ -174,6 +176,7 @@ def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]
         hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))
         yield hop
         if rank is not None:
+            # The row that this rank got is cut again at the next hop.
             rows = Segments(rows.widths, hop.row(rank).valid.reshape(parts, tensors))  # (1, parts tensors) -> these
 
 

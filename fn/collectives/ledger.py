@@ -72,6 +72,7 @@ def record(axis: str, collective: str, size: int) -> None:
     """Count one message of `size` bytes in every ledger that is open."""
     if books := watchers().ledgers:
         key = (axis, collective)
+        # Threads may send for whoever opened a ledger: two that add at once would lose one of the counts.
         with writing:
             for book in books:
                 book.sent[key] = book.sent.get(key, 0) + size

@@ -83,7 +83,9 @@ def _carry(payload: Tree, axis: str, name: RangeName, collective: str) -> Tree:
             message, unpack = _as_message(leaves)
             if collective == "all_to_all":
                 return restore(unpack(primitives.all_to_all(message, axis)))
+            # (W, 1, bytes) -> (W, bytes)
             return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
+        # (W, ...) or (1, ...) -> (W, ...)
         received = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in leaves]
         _pass(way, collective, leaves, received)
         return restore(received)
@@ -103,6 +105,7 @@ def swap_rows(rows: Sequence[Tensor] | Tensor, axis: str) -> list[Tensor]:
         if way is None:
             if len(rows) == 1:
                 return rows
+            # W rows (...) -> (W, ...) -> W rows (...)
             return [*primitives.all_to_all(torch.stack(rows) if table is None else table, axis).unbind(0)]
         received = [
             row if r == way.rank else memory_pool.empty(row.shape, row.dtype, row.device) for r, row in enumerate(rows)
@@ -114,7 +117,7 @@ def swap_rows(rows: Sequence[Tensor] | Tensor, axis: str) -> list[Tensor]:
 def fill_rows(out: Tensor, axis: str) -> None:
     """Write row r of rank r into row r of `out` on all ranks.
 
-    Args: out: (W, ...), contiguous, of which this rank's own row is there. axis: the axis' name.
+    Args: out: (W, ...), contiguous; this rank has written its own row. axis: the axis' name.
     Raises: as `all_gather`.
     """
     way = direct([out], axis)
@@ -127,7 +130,7 @@ def fill_rows(out: Tensor, axis: str) -> None:
 
 
 def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
-    """Return the leaves and what puts them back; of a NamedTuple of tensors, as codecs have them, without a walk."""
+    """Return the leaves, and a function that puts them back. A NamedTuple of tensors, a codec's, needs no walk."""
     if hasattr(payload, "_make") and {type(leaf) for leaf in payload} == {Tensor}:
         return [*payload], payload._make
     leaves, structure = tree.flatten(payload)
@@ -137,9 +140,11 @@ def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree
 def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     """Send row p, or the only one, to rank p; fill row p of W from rank p, and copy this rank's own."""
     order = _wide_first(leaves)
+    # (W, ...), or (1, ...) of which all ranks get the one row, -> W rows (...)
     sent_rows = [leaves[i].contiguous().expand_as(received[i]).unbind() for i in order]
     received_rows = [received[i].unbind() for i in order]
     for sent, filled in zip(sent_rows, received_rows, strict=True):
+        # No connection leads from a rank to itself.
         filled[way.rank].copy_(sent[way.rank])
     sends = {p: [rows[p] for rows in sent_rows] for p in way.peers}
     way.pass_rows(collective, sends, {p: [rows[p] for rows in received_rows] for p in way.peers})
@@ -154,7 +159,7 @@ def _wide_first(leaves: Sequence[Tensor]) -> list[int]:
 
 
 def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Join leaves (R, ...) into (R, bytes) uint8; return it and what takes such a message apart."""
+    """Join leaves (R, ...) into (R, bytes) uint8; return it, and a function that takes such a message apart."""
     if len(leaves) == 1:
         return leaves[0], lambda message: [message]
     order = _wide_first(leaves)
@@ -169,9 +174,11 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
             if dtypes[i] != torch.uint8:  # a slice of a row begins where no float may: the view needs memory of its own
                 part = part.clone(memory_format=torch.contiguous_format)
                 part = _view(part, dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
+            # (R, n) -> (R, ...)
             unpacked[i] = part.reshape(part.shape[0], *shapes[i])
         return unpacked
 
+    # (R, bytes) of each leaf -> (R, all bytes)
     return torch.cat(parts, dim=1), unpack
 
 
@@ -180,6 +187,7 @@ def joined(leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -
 
     Args: device: of a vector of no tensors, which a rank that sends nothing hands to the collective of the others.
     """
+    # (...) of each tensor -> (n_i,), and below (n,)
     flat = [leaves[i].reshape(-1) for i in _wide_first(leaves)]
     if not flat:
         return torch.empty(0, dtype=dtype, device=device)
@@ -187,13 +195,14 @@ def joined(leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -
 
 
 def apart(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in shape and dtype like these, of which `joined` made a message; they may share its memory."""
+    """Take a message of `joined` apart: return tensors like these in shape and dtype. They may share its memory."""
     order = _wide_first(like)
     lengths = [like[i].numel() * like[i].element_size() // message.element_size() for i in order]
     unpacked: list[Any] = [None] * len(like)
     for i, part in zip(order, message.split(lengths), strict=True):
         if like[i].dtype != message.dtype:  # a float begins where it may only in memory of its own
             part = part.clone().view(like[i].dtype) if like[i].numel() else part.to(like[i].dtype)
+        # (n_i,) -> (...)
         unpacked[i] = part.view(like[i].shape)
     return unpacked
 
@@ -216,6 +225,7 @@ def _view(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # The schema promises new memory: torch refuses an op that returns a view of its argument without saying so.
     return x.view(dtype).clone()
 
 

@@ -6,11 +6,11 @@ Every tensor has one owner. What is sent of it is an item, a tree of tensors (1,
     from_owners        the owner of a tensor has an item of it     -> every rank has it
     rows_from_owners   the owner of a tensor has W items, as rows  -> every rank has its own row
 
-Each is one message from each rank to each other one, whose length is that of what the receiver owns, or the sender. It
-lies in no table of equal rows, which would be as long as the longest. Only transports that are registered, such as MPI,
-carry rows of one length. On a device each large tensor is sent from where it lies and received where it stays: messages
-of all of them would take the memory of the params, twice. Simulated ranks exchange all items, because vmap knows no
-lengths that depend on the rank.
+Each is one message from each rank to each other one, as long as the tensors that the receiver owns, or the sender. The
+messages differ in length: rows of equal length would all be as long as the longest. Only registered transports, such as
+MPI, carry rows of one length. On a device each large tensor is sent from where it lies and received where it stays:
+messages of all of them would take the memory of the params, twice. Simulated ranks exchange all items, because vmap
+knows no lengths that depend on the rank.
 
 Ledgers count what a rank sends. Simulated ranks, which have one ledger, count the mean over the ranks.
 """
@@ -64,6 +64,7 @@ def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[T
     rank, found = axes.own_rank(axis), []
     for (leaves, structure), owner in zip(flat, owners, strict=True):
         rows = [next(columns) for _ in leaves]
+        # W tensors (1, ...) -> (W, ...); None stands for the columns of other owners
         found.append(tree.unflatten(structure, [torch.cat([*r]) for r in rows if r]) if owner == rank else None)
     return found
 
@@ -75,6 +76,7 @@ def columns_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], axis: st
     """
     size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
+        # (...) -> (1, ...) -> (W, ...) -> W tensors (...)
         return [rows.unbind() for rows in _simulated([x[None] for x in tensors], axis, "all_to_all")]
     if size == 1:
         return [[x] for x in tensors]
@@ -136,8 +138,10 @@ def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) ->
     if size == 1:
         return [*items]
     flat, rank = [tree.flatten(item) for item in items], axes.own_rank(axis)
+    # Forms of what arrives: (W, ...) -> (1, ...), the row of this rank
     of_owner = [[leaf[:1] for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
     own = [leaf for i, owner in enumerate(owners) if owner == rank for leaf in flat[i][0]]
+    # (W, ...) -> (1, ...) for each rank
     sent = [[leaf[r : r + 1] for leaf in own] for r in range(size)]
     received = _exchange(sent, of_owner, of_owner, axis, "all_to_all", "exchange")
     rest = [iter(leaves) for leaves in received]
@@ -210,6 +214,7 @@ def _in_parts(
     sends = {p: [joined[id(sent[p])], *(x.contiguous() for x in sent[p] if _is_large(x))] for p in peers}
     receives = {}
     for p in peers:
+        # Also where nothing small comes: `pass_parts` leaves out what is empty, on both sides.
         message = torch.empty(_bytes(_small(forms[p])) // dtype.itemsize, dtype=dtype, device=device)
         large = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in forms[p] if _is_large(x)]
         receives[p] = [message, *large]
@@ -238,9 +243,11 @@ def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list
     found: dict[int, Tensor] = {}
     length = _bytes(leaves)
     for places in kinds.values():  # one message on real ranks, so it is counted once
+        # (1, ...) of each item -> (n,)
         message = torch.cat([leaves[i].reshape(-1) for i in places])
         rows = primitives.gather_simulated(message, axis, collective, length)
         length = 0
+        # (W, n) -> (W, n_i) -> (W, ...)
         for i, part in zip(places, rows.split([leaves[i].numel() for i in places], dim=1), strict=True):
             found[i] = part.reshape(size, *leaves[i].shape[1:])
     made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])
@@ -258,10 +265,12 @@ def _simulated_rows(items: Sequence[Tree], owners: Sequence[int], axis: str) -> 
     found: dict[int, Tensor] = {}
     length = _bytes(leaves) // size
     for places in kinds.values():  # one message on real ranks, so it is counted once
+        # (W, ...) of each item -> (W, n)
         message = torch.cat([leaves[i].reshape(size, -1) for i in places], dim=1)
         rows = primitives.exchange_simulated(message, axis, length)
         length = 0
         widths = [leaves[i].numel() // size for i in places]
+        # (W, n) -> (W, n_i) -> the row that its owner sent, (1, ...)
         for i, part in zip(places, rows.split(widths, dim=1), strict=True):
             found[i] = part[owner_of[i]].reshape(1, *leaves[i].shape[1:])
     made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])

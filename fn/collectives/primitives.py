@@ -96,12 +96,14 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     """
     axis, *rest = axes.names(axis)
     if rest:
+        # (A, B, ...) -> (A B, ...)
         return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), axis))
     _check_tensors(x)
     size, rank, transport = axes.resolve(axis)
 
     def gather(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
+            # (...) -> (W, ...), a view
             return leaf.unsqueeze(0).expand(size, *leaf.shape)
         refuse_to_differentiate(leaf, "all_gather", axis)
         count(leaf, axis, "all_gather", size - 1, 1)
@@ -114,8 +116,8 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
 def permute(x: Tree, axis: str, perm: Sequence[int]) -> Tree:
     """Send to one rank: rank r's value goes to rank perm[r], and each rank gets the value of the one that sends to it.
 
-    It is what rings, pairs and gossip need. A rank waits for the two ranks that it has to do with, and for no other,
-    where messages travel over connections of our own.
+    Rings, pairs and gossip need it. Over connections of our own a rank waits only for the rank that it sends to and the
+    rank that sends to it.
 
     >>> import torch, fn
     >>> fn.simulate(lambda x: fn.permute(x, "data", [1, 2, 0]), "data", 3)(torch.tensor([10, 20, 30]))
@@ -210,6 +212,7 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
             wanted = "floating-point or complex numbers, since a mean of integers is no integer"
             cure = "add integers with fn.psum, or hand over x.float()"
             raise TypeError(expected("x", wanted, f"{leaf.dtype}", cure))
+    # Before `psum` is called, which would refuse it in its own name.
     refuse_to_differentiate(x, "pmean", axis)
     # Sums of half precision numbers overflow where their mean does not.
     parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)
@@ -223,7 +226,7 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
 
 def mean_in_place(x: Tensor, axis: str) -> Tensor:
-    """Return what `pmean` returns, in the memory of x where that holds numbers; nobody else may need x.
+    """Return what `pmean` returns, in the memory of x where that holds numbers. No caller may need x afterwards.
 
     Args: x: a contiguous floating tensor. axis: one axis. Raises: as `pmean`; x is lost then.
     """
@@ -233,6 +236,7 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
         return mean
     count(x, axis, "all_reduce", 2 * (size - 1), size)
     with step_range("average"):
+        # Half precision is divided first, as in `pmean`: its sum may overflow.
         x = x.div_(size) if x.element_size() < 4 else x
         try:
             carrier = carrier_of(transport, [x])
@@ -251,7 +255,7 @@ def exchange_ragged(
     Not among simulated ranks. Transports that are registered carry rows of one length, the longest.
 
     Args: rows: W vectors of one dtype and device. lengths: of what comes from each rank. longest: of all rows of all
-        ranks. collective: as which it is counted.
+        ranks. collective: the name under which ledgers count it.
     Raises: as `all_to_all`.
     """
     size, _, transport = axes.resolve(axis)
@@ -260,14 +264,17 @@ def exchange_ragged(
     like = next((row for row in rows if row.numel()), rows[0])
     carrier = carrier_of(transport, [like])
     if carrier.is_registered:
+        # (n_r,) of each rank -> (W, longest), zeros behind the ends
         table = torch.stack([torch.cat([row.to(like.device), like.new_zeros(longest - row.shape[0])]) for row in rows])
         count(table, axis, collective, size - 1, size)
         return [row[:n] for row, n in zip(carry(table, size, "all_to_all", transport), lengths, strict=True)]
+    # (n_r,) of each rank -> (sum of n_r,)
     message, sent = torch.cat([row.to(like.device) for row in rows]), [row.shape[0] for row in rows]
     own = sent[axes.own_rank(axis)]
     count(message[: message.shape[0] - own], axis, collective, 1, 1)
     try:
         if is_concrete(message):
+            # (sum of lengths,), which is split by rank below
             out = memory_pool.empty((sum(lengths),), message.dtype, message.device)
             splits = list(lengths), sent
             _finish(dist.all_to_all_single(out, message, *splits, group=carrier.group, async_op=True), out, transport)
@@ -286,7 +293,7 @@ def pass_parts(
     """Send tensors to other ranks and fill tensors from them, as one call of the device's library.
 
     Args: sends, receives: rank -> contiguous tensors, in the order in which that rank receives, or sends, them; empty
-        ones are left out. All ranks of the axis have to call it. collective: as which it is counted.
+        ones are left out. All ranks of the axis have to call it. collective: the name under which ledgers count it.
     Raises: as `all_to_all`.
     """
     transport = axes.resolve(axis).transport
@@ -295,6 +302,7 @@ def pass_parts(
     for call, of_ranks in ((dist.isend, sends), (dist.irecv, receives)):
         for rank, parts in of_ranks.items():
             peer = dist.get_global_rank(group, rank)
+            # In one call below: two ranks that both send before they receive could wait for each other for ever.
             calls += [dist.P2POp(call, x, peer, group) for x in parts if x.numel()]
     try:
         for work in dist.batch_isend_irecv(calls) if calls else ():
@@ -307,8 +315,8 @@ def pass_parts(
 def gather_simulated(x: Tensor, axis: str, collective: str, length: int) -> Tensor:
     """Return the vectors of all simulated ranks, (W, n), the same on all.
 
-    Args: x: (n,). collective, length: as which one of them is counted, and the bytes of what all ranks own together, of
-        which a rank sends (W - 1) / W in the mean; 0 for none.
+    Args: x: (n,). collective: the name under which one message is counted. length: the bytes of all that the ranks own
+        together, of which a rank sends (W - 1) / W in the mean; 0 to count nothing.
     """
     size, rank, transport = axes.resolve(axis)
     _count_simulated(x, axis, collective, length)
@@ -369,6 +377,7 @@ def _run_count(x: Tensor, ranks: Tensor, tally: Tensor, axis: str, collective: s
 def _vmap_count(
     info: Any, dims: Any, x: Tensor, ranks: Tensor, tally: Tensor, axis: str, collective: str, size: int, per: int
 ) -> tuple[None, None]:
+    # Nobody reads the numbers of x: one slice of it is enough to leave this level.
     x = x if dims[0] is None else x.select(dims[0], 0)
     if dims[1] is not None:  # a level of ranks: every one of them sends its own
         ranks = ranks.select(dims[1], 0)
@@ -390,6 +399,7 @@ def _run_all_to_all(x: Tensor, size: int, carrier: Carrier) -> Tensor:
 def _run_all_gather(x: Tensor, size: int, carrier: Carrier) -> Tensor:
     if is_concrete(x):
         out = memory_pool.empty((size, *x.shape), x.dtype, x.device)  # (W, ...)
+        # (...) -> (n,): a 0-d tensor cannot be gathered as it is
         run = partial(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
         return _fill(out, [x] * size, run, carrier)
     flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, carrier.transport))
@@ -474,22 +484,27 @@ def _batched(x: Tensor, dim: int | None, batch: int) -> Tensor:
 
 
 def _vmap_all_to_all(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transport: str) -> _Batched:
+    # (B, W, ...); where the level is the axis, B is the sending rank and W the receiving one
     x = _batched(x, dims[0], info.batch_size)
     if dims[1] is not None:
         return x.transpose(0, 1), 0
+    # (B, W, ...) -> (W, B, ...): rows come first, so the batch is exchanged with them
     return torch.ops.fn.all_to_all(x.movedim(0, 1).contiguous(), rank, size, transport), 1
 
 
 def _vmap_all_gather(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transport: str) -> _Batched:
     x = _batched(x, dims[0], info.batch_size)
     if dims[1] is not None:
+        # (W, ...) is what each rank gets. It is the same for all, so the level ends here.
         return x, None
+    # (B, ...) -> (W, B, ...)
     return torch.ops.fn.all_gather(x.contiguous(), rank, size, transport), 1
 
 
 def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transport: str) -> _Batched:
     x = _batched(x, dims[0], info.batch_size)
     if dims[1] is not None:
+        # (W, ...) -> (...)
         return x.sum(0, dtype=x.dtype), None  # of small integers torch's sum would be int64, which no real rank gets
     return torch.ops.fn.psum(x.contiguous(), rank, size, transport), 0
 
@@ -499,6 +514,7 @@ def _vmap_permute(info: Any, dims: Any, x: Tensor, rank: Tensor, perm: list[int]
         return torch.ops.fn.permute(x.contiguous(), rank, perm, transport), dims[0]
     if dims[0] is None:
         return x, None  # all ranks send the same
+    # (...) of the rank that sends to r, for each r -> (W, ...)
     return torch.stack([x.select(dims[0], perm.index(r)) for r in range(len(perm))]), 0
 
 
@@ -529,6 +545,7 @@ def _permute_or_carry(x: Tensor, rank: Tensor, perm: list[int], transport: str) 
     carrier = carrier_of(transport, [x])
     if carrier.is_registered:
         to, source = perm[int(rank)], perm.index(int(rank))
+        # (...) -> (W, ...), a row for each rank: a registered transport has no call for one receiver alone
         rows = x.new_zeros((len(perm), *x.shape))
         rows[to] = x
         return carry(rows, len(perm), "all_to_all", transport)[source]

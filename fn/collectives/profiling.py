@@ -50,7 +50,7 @@ def watchers() -> Watchers:
 
 
 def watch(by: Watchers) -> None:
-    """Let these, and nobody else, watch from now on."""
+    """Set who watches this thread from now on."""
     if any(by):
         _watching[_watched_thread()] = by
     else:
@@ -65,7 +65,7 @@ def _watched_thread() -> threading.Thread:
 
 @contextmanager
 def watched_by(by: Watchers) -> Iterator[None]:
-    """Let these, such as those of the thread that a job is for, and nobody else, watch in this context."""
+    """Set who watches this thread in this context, such as the watchers of the thread that a job is for."""
     before = watchers()
     watch(by)
     try:
@@ -140,7 +140,7 @@ def observe_kept(error: Tensor) -> None:
 
 
 def step_range(name: RangeName) -> AbstractContextManager[None]:
-    """Return a context that names what it spans to the profiler and the observers."""
+    """Return a context whose time the profiler and the observers note under a name."""
     if torch.compiler.is_compiling():  # which does not know a context that was made outside
         return nullcontext()
     if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():
@@ -175,6 +175,7 @@ def _transformed() -> bool:
 def _squares(x: Tensor) -> float:
     """Return the sum of squares: in the precision of x where that does not overflow, several times as fast."""
     flat = x.detach().reshape(-1)
+    # Squares of float16 numbers overflow from 256 on, and sums of bfloat16 keep two or three digits.
     flat = flat.float() if flat.element_size() < 4 else flat
     total = float(torch.dot(flat, flat))
     return total if math.isfinite(total) else float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

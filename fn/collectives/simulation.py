@@ -67,10 +67,12 @@ def simulate(
             raise ValueError(expected("in_dims", wanted, f"{len(dims)}"))
         for number, (arg, dim) in enumerate(zip(args, dims, strict=True)):
             _check_slices(number, arg, dim, size)
+        # The rank is an argument: the level that batches it is how a collective knows its axis.
         on_all = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
         mapped = iter(on_all(torch.arange(size, dtype=torch.int64, device="cpu"), *args))
         structure, dims, replicated = from_inside
         pairs = zip(dims, replicated, strict=True)
+        # (W, ...) -> the ranks at dimension d
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
         return tree.unflatten(structure, leaves)
 
@@ -106,11 +108,11 @@ def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -
 
 
 def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
-    """Take what the ranks of simulated axes computed each for itself out of their levels, where it is the same.
+    """Return a tensor without the levels of simulated axes, if all of their ranks computed the same numbers.
 
-    It is for numbers that are made from what is one rank's own, and yet are equal by construction. vmap cannot know
-    that. Where they differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks keep
-    theirs.
+    It is for numbers that each rank makes from values of its own, and that are equal by construction. vmap cannot know
+    that. Where the numbers differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks
+    keep theirs.
     """
     for name in names(axis):
         bound = resolve(name)
@@ -122,6 +124,7 @@ def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
 def _vmap_found_alike(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
     if dims[1] is None or dims[0] is None:
         return (x, None) if dims[1] is not None else (torch.ops.fn.found_alike(x, rank), dims[0])
+    # (W, ...)
     rows = x.movedim(dims[0], 0)
     first = rows[:1]
     same = (rows == first) | ((rows != rows) & (first != first))  # NaN beside NaN is no difference

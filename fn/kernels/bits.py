@@ -38,11 +38,13 @@ def npu(device_type: str) -> Accelerator:
         """Pack the signs of x (R, n), see `reference.codes.pack_bits`."""
         signs = torch.where(x >= 0, 1.0, -1.0).to(torch.float32)  # -0.0 is positive on the wire
         padded = F.pad(signs, (0, -x.shape[1] % 8), value=-1.0)
+        # (R, 8 bytes) -> (R 8 bytes,) -> (1, R bytes) -> (R, bytes): rows are whole bytes, so they may lie end to end
         packed: Tensor = library.npu_sign_bits_pack(padded.reshape(-1), 1)
         return packed.view(x.shape[0], padded.shape[1] // 8)
 
     def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         """Unpack n signs of each row, see `reference.codes.unpack_bits`."""
+        # (R, bytes) -> (R bytes,) -> (1, R 8 bytes) -> (R, n)
         signs: Tensor = library.npu_sign_bits_unpack(bits.reshape(-1), 1, torch.float32)
         return signs.view(bits.shape[0], bits.shape[1] * 8)[:, :n].to(dtype).contiguous()
 

@@ -1,8 +1,8 @@
-"""When the host reads a flag of a device, by which a pure function takes one of two results.
+"""Flags on a device, by which a pure function chooses one of two results, and when the host reads them.
 
-To read it is to wait for the device. To select on the device, `torch.where(flag, new, old)`, is a pass over both, and
-the memory of a third. An adapter does neither: nearly every flag is true, so the function is run as if all were
-(`assumed`), and they are read in one wait before anything is written. If one is false, the function is run again.
+Reading a flag waits for the device. Selecting on the device, `torch.where(flag, new, old)`, takes a pass over both
+results and the memory of a third. An adapter does neither. Nearly every flag is true, so it runs the function as if all
+were (`assumed`), and reads them in one wait before it writes anything. If one is false, it runs the function again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def assumed() -> Iterator[list[Tensor]]:
 
 
 def unassumed() -> AbstractContextManager[None]:
-    """Take no flag to be true inside of this context: what one rank alone sees there, the others have to hear of."""
+    """Assume no flag inside of this context: its flags are one rank's own, and the others must hear of them."""
     return nullcontext() if torch.compiler.is_compiling() else _unassumed()  # a compiler sees no thread's own values
 
 
@@ -55,7 +55,7 @@ def _unassumed() -> Iterator[None]:
 
 
 def is_on_host(flag: Tensor) -> bool:
-    """Return whether reading a flag waits for nobody."""
+    """Return whether a flag can be read without a wait for a device."""
     return flag.device.type == "cpu"
 
 
@@ -80,6 +80,7 @@ def known(flag: Tensor) -> bool | None:
         return bool(flag)
     if _here.flags is None:
         return None
+    # Whoever opened `assumed` reads it later: to read it here would wait for the device in every link.
     _here.flags.append(flag)
     return True
 

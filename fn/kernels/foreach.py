@@ -27,13 +27,13 @@ CHUNK = 1 << 25
 """Elements that are taken together on an accelerator: 128 MiB a temporary list, so that a step has few chunks."""
 
 CHUNK_OF_CPU = 1 << 16
-"""And on a CPU, whose second-level cache holds a chunk of every list."""
+"""Elements that are taken together on a CPU: its second-level cache holds a chunk of every list."""
 
 FUSED = ("cpu", "cuda", "xpu")
 """Devices for which torch has AdamW's step in one pass."""
 
 ENDLESS = 1e12
-"""Steps after which 1 - b**t is 1 for all b in [0, 1)."""
+"""A number of steps t at which 1 - b**t is 1 for all b in [0, 1)."""
 
 Tensors: TypeAlias = "list[Tensor] | tuple[Tensor, ...]"
 
@@ -47,6 +47,7 @@ def chunks(*lists: Sequence[Tensor], whole: bool = False) -> Iterator[list[list[
     chunk: list[list[Tensor]] = [[] for _ in lists]
     count = 0
     for tensors in (t for t in zip(*lists, strict=True) if t[0].numel()):
+        # (...) -> (numel,) -> pieces, in the same places of all lists
         for pieces in zip(*(t.view(-1).split(t.numel() if whole else size) for t in tensors), strict=True):
             for role, piece in zip(chunk, pieces, strict=True):
                 role.append(piece)
@@ -69,6 +70,7 @@ def momentum_rows(
         return NotImplemented
     widths = widths_of(runs)
     out = memory_pool.empty((rows, sum(widths)), mu[0].dtype, mu[0].device)
+    # Memory of the pool holds old numbers, and nobody writes into padding below.
     clear_padding(out, [*map(Tensor.numel, mu)], widths)
     for i, (m, g, columns) in enumerate(zip(mu, grads, out.split(widths, 1), strict=True)):
         (moments, places), (fresh, _) = (paired_views([t.view(-1)], columns, [columns.shape[1]]) for t in (m, g))
@@ -112,6 +114,7 @@ def quantize_feedback(
     h = torch.add(x, e, out=memory_pool.empty(x.shape, x.dtype, x.device))
     codes, scales = ops.direct("quantize", h, valid, runs, width)
     lost = ops.direct("dequantize", codes, scales, valid, runs, width)
+    # In place on what was decoded: h - D(q), of which D(q) is rounded first, as the reference rounds it.
     lost.copy_(rounded(lost)).neg_().add_(h)
     kept = wide.copy_(e).mul_(beta).add_(lost.mul_(1.0 - beta))
     return (codes, scales, *ops.direct("quantize", rounded(kept), valid, runs, 8))
@@ -126,11 +129,13 @@ def drift(
         return NotImplemented
     drifts: list[Tensor] = []
     for chunk in chunks(params, anchors, mu, grads, nu, whole=True):
+        # (numel,) of each tensor -> (elements of the chunk,)
         p, a, m, g, v = map(torch.cat, chunk)
         m = rules.kept_at_zero(rules.lerp(g, m, decay), v, 0.0, 0.0)
         drifts.extend(rules.drift(p, a, m, v, eps, lr).split([t.numel() for t in chunk[0]]))
     widths = widths_of(runs)
     out = drifts[0].new_zeros((rows, sum(widths)))
+    # (numel,) of each tensor -> rows (R, n), without a padded copy
     flats, places = paired_views(drifts, out, widths)
     torch._foreach_copy_(places, flats)
     return out
@@ -241,6 +246,7 @@ class Many:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Many:
+        # A function of lists takes a list first. Others, and tensors in odd places, go tensor by tensor.
         on_lists = LISTED.get(func) if isinstance(args[0], Many) else None
         if on_lists is not None and (func in WITH_TENSORS or not any(isinstance(x, Tensor) for x in args)):
             in_place = OVER.get(func) if args[0].may_write else None
@@ -314,6 +320,7 @@ def kept_at_zero(m: Many, v: Many, instead: float, zero: float) -> Many:
     if m.tensors[0].device.type == "cpu":
         kept: Many = rules.kept_at_zero(m, v, instead, zero)
         return kept
+    # v is not below zero, so its sign is 1, or 0 where it is zero.
     product: Many = m * torch.sign(v)  # type: ignore[arg-type]
     return product
 
@@ -322,6 +329,7 @@ def clamped(u: Many, limit: float | Many) -> Many:
     """Return `rules.clamped`, in two launches for a list."""
     if not isinstance(limit, Many) and limit == math.inf:
         return u
+    # An operand of the rule is copied: to clamp it in place would change what the caller holds.
     tensors = u.tensors if u.may_write else [*map(torch.clone, u.tensors)]
     if isinstance(limit, Many):
         torch._foreach_clamp_max_(tensors, limit.tensors)
@@ -356,6 +364,7 @@ def elementwise_(
     columns = [operands[first : first + size] for first in range(0, len(operands), size)]
     given: list[Any] = [*numbers]
     for place, scalar in zip(places, scalars, strict=True):
+        # (S,) -> a 0-d tensor for each tensor
         given[place] = Many(scalar.unbind()) if scalar.numel() > 1 else scalar.reshape(())
     found = reference.lists.rule_of(rule)(*map(Many, columns), *given)
     flat = [x for many in (found if count > 1 else (found,)) for x in many.tensors]
@@ -391,6 +400,7 @@ def onebit_lamb_moments_(
         largest = torch._foreach_norm((below / ON_LISTS["denominator"](f, eps)).tensors, float("inf"))
         q = ON_LISTS["clamped"](x / below, max_step).kept
         u = ON_LISTS["decayed"](q, p, weight_decay)
+        # (chunk's tensors,) three times -> (chunk's tensors, 3)
         sums.append(torch.stack([torch.stack(largest).double(), _squares(q.tensors), _squares(u.tensors)], 1))
     return torch.cat(sums)
 
@@ -420,18 +430,20 @@ def _write(lists: Sequence[list[Tensor]], *values: Many) -> None:
 
 
 def _fit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether there are tensors, contiguous float32, none without elements, of which no norm is the largest."""
+    """Return whether there are tensors, all contiguous float32 with elements: no elements have no largest norm."""
     return bool(lists[0]) and plain(*lists) and all(t.numel() for t in lists[0])
 
 
 def _squares(tensors: Tensors) -> Tensor:
     """Return the sums of squares, (S,) float64."""
+    # In float64: squares of float32 norms overflow from 1.8e19 on.
     return torch.stack(torch._foreach_norm(tensors, 2, torch.float64)).square()
 
 
 def _spread(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return each tensor's number as often as it has elements: functions of lists take no tensor of numbers."""
     sizes = tuple(t.numel() for t in tensors)
+    # (S,) -> (elements,); without `output_size` the host would wait for the device to know the length
     wide = numbers.to(tensors[0].dtype).repeat_interleave(_counts(sizes, numbers.device), output_size=sum(sizes))
     return [*wide.split(sizes)]
 

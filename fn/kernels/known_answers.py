@@ -47,6 +47,7 @@ def _wave(*shape: int, seed: float = 1.0) -> Tensor:
 
 
 def _bytes(*shape: int, seed: int = 1) -> Tensor:
+    # 251 is prime: all bytes below it come up before one comes up again.
     count = torch.Size(shape).numel()
     numbers = torch.arange(count, dtype=torch.int64, device="cpu")
     return ((numbers * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
@@ -176,7 +177,7 @@ def _codes(width: int, *rows: int) -> Tensor:
 
 
 def finite_fp8(codes: Tensor) -> Tensor:
-    """Return bytes of which those that may be a NaN or an Inf, which no codec makes, are another number."""
+    """Return bytes in which a finite number replaces each NaN and Inf, which no codec sends."""
     return torch.where((codes & 127) > 123, codes - 4, codes)
 
 
@@ -205,6 +206,7 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, with its strides: `to` makes it contiguous."""
     if x.device == device or x.is_contiguous() or 0 in x.stride():
         return x.to(device)
+    # Gaps between elements are what a kernel may stumble over, so they go along.
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
@@ -231,7 +233,7 @@ def _guard_of(x: Tensor) -> Tensor:
 
 
 def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
-    """Run a kernel on copies of the arguments; return what it works on in place, what lies behind, and its results."""
+    """Run a kernel on copies of its arguments; return the tensors it writes, the guards behind them, its results."""
     args = on_device(device, args)
     written: list[Any] = []
     if op.endswith("_"):

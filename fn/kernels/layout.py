@@ -54,6 +54,7 @@ def per_run(x: Tensor, runs: Sequence[int], f: Callable[[Tensor, int, int], Tens
     rows = x.shape[0]
     parts = []
     for segment, start, count, width in runs_of(runs):
+        # (R, n) -> (R, count width) -> (R, count, width)
         part = x[:, start : start + count * width].reshape(rows, count, width)
         parts.append(f(part, segment, segment + count))
     return parts
@@ -63,7 +64,9 @@ def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """Return (R, n) bool, true where an element of x (R, n) is real and not padding."""
 
     def part(p: Tensor, first: int, end: int) -> Tensor:
+        # (width,) < (R, count, 1) -> (R, count, width)
         inside = torch.arange(p.shape[-1], dtype=torch.int64, device=x.device) < valid[:, first:end, None]
+        # (R, count, width) -> (R, count width)
         return inside.expand(p.shape).flatten(1)
 
     return torch.cat([*per_run(x, runs, part), x.new_empty((x.shape[0], 0), dtype=torch.bool)], -1)
@@ -73,6 +76,7 @@ def spread(values: Tensor, runs: Sequence[int]) -> Tensor:
     """Repeat the value of every segment, values (R, S), over its elements: (R, n)."""
     rows = values.shape[0]
     parts = [
+        # (R, count, 1) -> (R, count, width) -> (R, count width)
         values[:, first : first + count, None].expand(rows, count, width).reshape(rows, count * width)
         for first, _, count, width in runs_of(runs)
     ]
@@ -84,13 +88,16 @@ def rows_of(tensors: Sequence[Tensor], rows: int, runs: Sequence[int]) -> Tensor
     pieces = []
     for tensor, width in zip(tensors, widths_of(runs), strict=True):
         flat = tensor.reshape(-1)
+        # (numel,) -> (R width,) -> (R, width)
         pieces.append(F.pad(flat, (0, rows * width - flat.shape[0])).view(rows, width))
+    # (R, width) of each tensor -> (R, n)
     return torch.cat(pieces, dim=1)
 
 
 def tensors_of(x: Tensor, like: Sequence[Tensor], runs: Sequence[int]) -> list[Tensor]:
     """Return the rows x (R, n) as tensors of given shapes."""
     pieces = x.split(widths_of(runs), dim=1)
+    # (R, width) -> (R width,) -> (numel,) -> the shape of the tensor
     return [p.reshape(-1)[: t.numel()].view(t.shape) for p, t in zip(pieces, like, strict=True)]
 
 
@@ -104,6 +111,7 @@ def paired_views(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]
     for flat, width in zip(tensors, widths, strict=True):
         whole, rest = divmod(flat.shape[0], max(1, width))
         if whole:
+            # (numel,) -> (whole pieces, width)
             flats.append(flat[: whole * width].view(whole, width))
             rows.append(table[:whole, start : start + width])
         if rest:

@@ -113,6 +113,7 @@ def _by_tensor(
     if any(isinstance(x, Sequence) or (isinstance(x, Tensor) and x.ndim) for x in numbers):
         each = [x if isinstance(x, Sequence) else x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(dtypes)
                 for x in numbers]  # fmt: skip
+        # Numbers that differ between tensors come as further operands of each row.
         rows, numbers = zip(*lists, *each, strict=True), ()
     if out is not None:
         for row, *to in zip(rows, *out, strict=True):
@@ -151,6 +152,7 @@ def _by_kernel(
     if any([x.shape for x in tensors] != [x.shape for x in lists[0]] for tensors in (*lists, *(out or ()))):
         return None  # some are broadcast
     results = [[*map(torch.empty_like, lists[like])] for _ in range(count)] if out is None else [[*to] for to in out]
+    # S tensors 0-d -> (S,)
     values = [torch.stack([*x]) if isinstance(x, Sequence) else x for x in numbers]
     columns = [*results, *lists]
     if {len({x.dtype for x in column}) for column in columns} == {1} and alike_in_memory(*columns):
@@ -158,6 +160,7 @@ def _by_kernel(
         return results
     kinds: dict[Any, list[int]] = {}
     for s, row in enumerate(zip(*columns, strict=True)):
+        # A kernel goes through memory: only tensors that lie in the same order have their elements in the same places.
         alike = contiguous(row) or alike_in_memory(*([x] for x in row))
         kinds.setdefault((alike, *(x.dtype for x in row)), []).append(s)
     for places in kinds.values():
@@ -178,12 +181,14 @@ def _call(
 ) -> None:  # fmt: skip
     device, values, scalars, places = lists[0][0].device, [], [], []
     for place, x in enumerate(numbers):
+        # A number on the device is handed over where it lies: to read it, the host would wait for the device.
         on_device = isinstance(x, Tensor) and (x.device == device or x.numel() > 1)
         values.append(math.nan if on_device else float(x))
         if isinstance(x, Tensor) and on_device:
             places.append(place)
             scalars.append(x.to(device))
     flat = ([x for column in side for x in column] for side in (results, lists))
+    # As `ops.direct` asks. Nobody differentiates this: `has_kernels` has looked.
     with torch.no_grad():
         ops.direct("elementwise_", rule.__name__, *flat, scalars, places, values)
 
@@ -196,6 +201,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0, dtype=torch.float32, device="cpu")
     if not has_kernels(tensors, "sums_of_squares"):
+        # In float32 at least: the square of a norm of 256 overflows float16.
         norms = [torch.linalg.vector_norm(x.to(scale_dtype(x))).square() for x in tensors]
         return torch.stack([x.to(norms[0].device) for x in norms])
     kinds: dict[torch.dtype, list[int]] = {}

@@ -25,7 +25,7 @@ SMALLEST = 1 << 18
 
 ALIGNMENT = 64
 FORGET_AFTER = 256
-"""Leases after which free blocks of a size that nobody asked for are given back."""
+"""Leases after which free blocks go back to the system, if none of them was of their size."""
 
 Block: TypeAlias = NDArray[np.uint8]  # aligned
 
@@ -47,6 +47,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     block = _take(size)
     lease = block.view(_Lease)
     lease.block = block
+    # (n,) -> shape; the storage holds the lease, whose end gives the block back
     return torch.frombuffer(lease, dtype=dtype).view(tuple(shape))
 
 
@@ -69,6 +70,7 @@ def _take(size: int) -> Block:
     except IndexError:
         _forget()
         memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
+        # `np.empty` promises less.
         offset = -memory.ctypes.data % ALIGNMENT
         return memory[offset : offset + size]
 

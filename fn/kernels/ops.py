@@ -156,7 +156,7 @@ def _check_lengths(named: dict[str, Any]) -> None:
 
 
 def direct(name: str, *args: Any) -> Any:
-    """Run a kernel past the dispatcher, to which every tensor of a list has its price, and past the checks.
+    """Run a kernel without the dispatcher, which takes time for every tensor of a list, and without the checks.
 
     Args: name: of the op. args: its own; tensors that hold numbers now (`tracing.is_concrete`), without grad mode,
         checked by the caller.
@@ -200,6 +200,7 @@ def _fold_batch_into_rows(
     def fold(x: Any, dim: int | None) -> Any:
         if not isinstance(x, Tensor):
             return x
+        # (R, ...) or (..., B, ...) -> (B, R, ...) -> (B R, ...)
         x = x.unsqueeze(0).expand(batch, *x.shape) if dim is None else x.movedim(dim, 0)
         return x.flatten(0, 1)
 
@@ -207,6 +208,7 @@ def _fold_batch_into_rows(
     out = op(*folded)
     rows = folded[0].shape[0] // batch
     if isinstance(out, Tensor):
+        # (B R, ...) -> (B, R, ...)
         return out.unflatten(0, (batch, rows)), 0
     return tuple(o.unflatten(0, (batch, rows)) for o in out), (0,) * len(out)
 

@@ -65,6 +65,7 @@ def _by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
     one, counts = torch.eye(r, dtype=like.dtype, device=like.device), [len(x) for x in stacks]
 
     # Columns of length 1. Zeros become unit vectors: a step without a gradient would fail, and the next ones with it.
+    # (b, n, r) of each stack -> (B, 1, r)
     lengths = torch.cat([x.norm(dim=1, keepdim=True) for x in stacks])
     zero = (lengths == 0).to(like.dtype)
     inverses = (lengths + zero).reciprocal_()
@@ -81,6 +82,7 @@ def _by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
     # The last pass squares how far the columns are from orthonormal, if that is not too far: so this is the only check.
     gram = _gram(stacks)
     off = (gram - one).flatten(1).norm(dim=1)  # NaN, if a factorisation has failed, is not below anything
+    # (B,) -> (B, 1, 1) -> (b, 1, 1) of each stack
     holds = (off < FAR)[:, None, None].split(counts)
     bases = _times(stacks, _inverse(gram, one))
     return [torch.where(ok, x, 0.0) for ok, x in zip(holds, bases, strict=True)]
@@ -88,11 +90,13 @@ def _by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
 
 def _gram(stacks: list[Tensor]) -> Tensor:
     """Return A^T A of all matrices, (B, r, r)."""
+    # (b, r, n) @ (b, n, r) of each stack -> (B, r, r)
     return torch.cat([torch.bmm(x.mT, x) for x in stacks])
 
 
 def _inverse(gram: Tensor, one: Tensor) -> Tensor:
     """Return L^-1, (B, r, r); not finite, or of no use, where there is no L."""
+    # `cholesky` would raise where there is no factor, for which the host would wait for the device.
     lower = torch.linalg.cholesky_ex(gram).L
     inverse: Tensor = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
     return inverse
@@ -101,4 +105,5 @@ def _inverse(gram: Tensor, one: Tensor) -> Tensor:
 def _times(stacks: list[Tensor], inverse: Tensor) -> list[Tensor]:
     """Return A L^-T of all matrices."""
     parts = inverse.split([len(x) for x in stacks])
+    # (b, n, r) @ (b, r, r)
     return [torch.bmm(x, part.mT) for x, part in zip(stacks, parts, strict=True)]

@@ -150,6 +150,7 @@ def rows(device_type: str) -> list[Accelerator]:
     with _lock:
         if device_type not in _loaded:
             _loaded[device_type] = []  # a row whose loading uses a kernel finds the reference
+            # Rows of others come first: who installs one wants it used.
             _loaded[device_type] = [*_plugged_in(device_type), *_built_in(device_type)]
             _forget(device_type)
         return [*_registered.get(device_type, []), *_loaded[device_type]]
@@ -236,6 +237,7 @@ def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
     with _lock:  # a thread that comes second must not go on with the reference: its rank would round otherwise
         if key in _accepted:
             return _accepted[key]
+        # A kernel's known answers may need the op themselves: without this they would be asked without end.
         if key in _asked:
             return ()  # the reference, for what the kernels that are asked need themselves
         _asked.add(key)
@@ -250,6 +252,7 @@ def _believed(op: str, device_type: str) -> Iterator[Cell]:
     for row in rows(device_type):
         if op not in row.kernels:
             continue
+        # Asked on the device itself: a kernel that is right elsewhere may be compiled wrongly here.
         reason = known_answers.complaint(op, row.kernels[op], torch.device(device_type))
         if reason is None:
             yield Cell(row.name, row.kernels[op])
@@ -293,6 +296,7 @@ def warm_halves(ops: Iterable[str], device: torch.device, dtypes: Iterable[torch
         for args in [args for dtype in kinds for args in _in_halves(op, dtype)]:
             for cell in cells(op, device.type):
                 try:
+                    # The first kernel that takes them is the one that a step will run: the others need no compiling.
                     if known_answers.outcome(op, cell.kernel, args, device) is not NotImplemented:
                         break
                 except Exception as error:  # a step that needs it raises it again
@@ -365,6 +369,7 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
         progress(op, len(pairs), len(pairs))
     providers: dict[str, dict[str, str]] = {}
     for device in devices():  # of a device that is not here the table shows what its rows claim
+        # Reversed: the row that is asked first is written last.
         claimed = {} if device in here else {op: row.name for row in reversed(rows(device)) for op in row.kernels}
         tried = {op: kernels[0].provider for op in SCHEMAS if (kernels := accepted.get((device, op)))}
         providers[device] = {op: tried.get(op, claimed.get(op, REFERENCE)) for op in SCHEMAS}

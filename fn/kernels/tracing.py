@@ -20,6 +20,7 @@ def is_concrete(*tensors: Tensor) -> bool:
     """Return whether the tensors hold numbers now: no compiler traces, and none is fake or batched."""
     if torch.compiler.is_compiling():
         return False
+    # By exact types: a FakeTensor or a DTensor is a Tensor, too, but no kernel can read its memory.
     return {*map(type, tensors)} <= _PLAIN and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 

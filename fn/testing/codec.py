@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 ROUNDS = 32
-"""Encodings after which what is added to an error each time must have come back, and the error has stopped growing."""
+"""Encodings in a check: within them a number that is added each time must come back, and errors must stop growing."""
 
 
 class Report(NamedTuple):
@@ -128,12 +128,14 @@ def _round_trip(codec: Codec, dtype: torch.dtype, rows: int, units: int) -> str 
         return f"decode gives {tuple(back.shape)} {back.dtype}; it must be floating of shape {tuple(x.shape)}"
     if not back.isfinite().all():
         return "finite numbers come back as NaN or Inf"
+    # A row of a payload is what one rank gets, so it must decode without the others.
     alone = torch.cat([codec.decode(tree.map(lambda leaf, r=r: leaf[r : r + 1], payload)) for r in range(rows)])
     return "a row decodes to something else when it is alone" if _unequal(alone, back) else None
 
 
 def _pure(codec: Codec) -> str | None:
     x = _numbers(2, _length(codec))
+    # Clones are compared: a codec that wrote into x would have changed both sides.
     kept, payload = x.clone(), codec.encode(x)
     bytes_sent, again = tree.map(torch.clone, payload), codec.encode(x)
     codec.decode(payload)
@@ -174,6 +176,7 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
     half, row = segmented(codec, segments), segments_of(segments, 2, _length(codec), CPU)
     n = row.row_length
     error: Tree = classic().init(torch.zeros(2 * n, dtype=torch.float32, device=CPU))
+    # In float64: what is looked at is the codec's rounding, and not that of these sums.
     sent = delivered = torch.zeros(2, n, dtype=torch.float64, device=CPU)
     sizes = []
     for step in range(ROUNDS):
@@ -196,6 +199,7 @@ def _apart(codec: Codec) -> str | None:
     segments = _segments(codec)
     half, first = segmented(codec, segments), segments.widths[0]
     x = segments.clear(_numbers(2, segments.row_length))
+    # (2, first) and (2, n - first) -> (2, n)
     louder = torch.cat([1000 * x[:, :first], x[:, first:]], 1)
     one, two = (half.decode(half.encode(y))[:, first:] for y in (x, louder))
     return "a tensor's size changes what comes back of its neighbour" if _unequal(one, two) else None
@@ -203,6 +207,7 @@ def _apart(codec: Codec) -> str | None:
 
 def _vmap(codec: Codec) -> str | None:
     x = _numbers(3, 2, _length(codec))
+    # (batch, R, n) -> leaves (batch, R, ...)
     payload = torch.func.vmap(codec.encode)(x)
     back = torch.func.vmap(codec.decode)(payload)
     single = [codec.encode(row) for row in x]
@@ -212,6 +217,7 @@ def _vmap(codec: Codec) -> str | None:
 
 def _fullgraph(codec: Codec) -> str | None:
     x = _numbers(2, _length(codec))
+    # All checks compile this one lambda: without a reset dynamo gives up at the ninth.
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda y: codec.decode(codec.encode(y)), fullgraph=True, backend="aot_eager")
@@ -270,6 +276,7 @@ def _kernels(codec: Codec) -> str | None:
 
 def _is_mean(mean: Tensor, rows: Tensor) -> bool:
     """Return whether a vector (n,) is the mean of rows (R, n), or of those that are not zero, element by element."""
+    # (R, n) -> (n,): how many rows hold an element
     held = (rows != 0).sum(0)
     close = torch.zeros(rows.shape[1], dtype=torch.bool, device=CPU)
     for count in range(1, rows.shape[0] + 1):  # a row may hold a zero
@@ -288,6 +295,7 @@ def _averages(codec: Codec) -> str | None:
     mu, grads = ([_numbers(n, seed=10 * k + s) for s, n in enumerate(lengths)] for k in range(2))
     error = segments.clear(_numbers(2, segments.row_length)).reshape(-1)
     formed = [torch.lerp(g, m, 0.9) for m, g in zip(mu, grads, strict=True)]
+    # (numel,) -> (2 w,) -> (2, w)
     padded = [F.pad(t, (0, 2 * w - len(t))).view(2, w) for t, w in zip(formed, segments.widths, strict=True)]
     encoded = encode(half._replace(fused=None), classic(), torch.cat(padded, 1), error)
     in_one = fused.averages(mu, grads, 0.9, error=error, rows=2)

@@ -28,8 +28,8 @@ _WIDE = (torch.float32, torch.float64)
 _OF_ANY_DTYPE = (
     "pack_bits", "unpack_bits", "sign_encode", "sign_encode_feedback", "quantize", "quantize_feedback", "quantize_fp8",
 )  # fmt: skip
-"""Kernels that see vectors as they come. Those on lists see params and gradients so; all else is float32, or float64,
-whatever the dtype of a model."""
+"""Kernels that take vectors in any dtype. Kernels on lists take params and gradients in any dtype; all else is float32,
+or float64, whatever the dtype of a model."""
 
 _SPECIAL = (0.0, -0.0, 1e-45, -1e-40, float("inf"), -float("inf"), float("nan"))
 
@@ -79,7 +79,7 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
 
 
 Check = tuple[str, Callable[[], str | None]]
-"""What is looked at, and a function that returns what is wrong with it, or None."""
+"""A check: its name, and a function that returns the fault that it finds, or None."""
 
 
 def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:
@@ -103,6 +103,7 @@ def _kernel_checks(
     yield "known answer", lambda: known_answers.complaint(op, kernel, device)
     widths, dtypes = widths_of(op), DTYPES if op in _OF_ANY_DTYPE + ON_LISTS else _WIDE
     for n, dtype, strided, width in itertools.product(sizes, dtypes, (False, True), widths):
+        # The longest rows show sizes of grids, to which gaps add nothing but time.
         if not (strided and n >= 2**20):
             case = partial(arguments, op, n, dtype, width=width, strided=strided)
             what = f"n={n} {dtype} width={width}{' strided' * strided}"
@@ -164,6 +165,7 @@ def _opcheck(op: str, device: torch.device) -> str | None:
 def _vmap(op: str, device: torch.device) -> str | None:
     args = known_answers.on_device(device, small_arguments(op)[0])
     dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
+    # (R, ...) -> (2, R, ...)
     pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
     batched = known_answers.as_tuple(torch.func.vmap(_op(op), in_dims=dims)(*pair))
     flipped = [a.flip(0) if isinstance(a, Tensor) else a for a in args]
@@ -177,6 +179,7 @@ def _vmap(op: str, device: torch.device) -> str | None:
 
 def _fullgraph(op: str, device: torch.device) -> str | None:
     args = known_answers.on_device(device, small_arguments(op)[0])
+    # All checks compile this one lambda: without a reset dynamo gives up at the ninth.
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
@@ -199,7 +202,9 @@ def arguments(
     Args: strided: with other options, and with gaps in vectors. special: with zeros, infinities and NaN. runs: of the
         rows; (): runs that n elements fill.
     """
+    # Two codes of 4 bits share a byte, so a row has an even number of them.
     n -= n % 2 if width == 4 else 0
+    # A generator of its own leaves torch's random state to the suite that runs this.
     g = torch.Generator().manual_seed(n + 1)
     runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
     segments = sum(runs[::2])
@@ -207,9 +212,11 @@ def arguments(
     widths = torch.tensor(
         [w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], dtype=torch.int64, device="cpu"
     )
+    # (S,) twice -> (2, S): a row without padding and one with
     valid = torch.stack([widths, (widths * 7) // 8])
 
     def numbers(kind: torch.dtype, *shape: int) -> Tensor:
+        # (..., 2) -> (...): every second number, so that elements lie two apart
         x = torch.randn((*shape, 2) if strided else shape, generator=g, dtype=torch.float64, device="cpu")
         x = (x[..., 0] if strided else x).to(kind)
         if special:

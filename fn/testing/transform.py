@@ -81,6 +81,7 @@ def _steps(tx: Transform, schedule: Schedule) -> Sequence[Phase | Round]:
         if in_a_row <= IN_A_ROW and counts[phase] < OF_A_KIND:
             counts[phase] += 1
             chosen.append(phase)
+    # A first step in codes uses what a warm-up step leaves in the state, so one is put in front.
     return [Phase.WARMUP, *chosen] if chosen and chosen[0].phase in tx.needs_warmup else chosen
 
 
@@ -124,6 +125,7 @@ class _Run:
         return f(*args)
 
     def start(self) -> str | None:
+        # (...) -> (W of each axis, ...), with memory for each rank: a view would hide who writes into it
         self.params = tree.map(lambda p: p.expand(*self.lead, *p.shape).clone(), self.given)
         kept = tree.map(torch.clone, self.params)
         self.state = self.simulated(self.tx.init, self.params)
@@ -146,6 +148,7 @@ class _Run:
             return (p.detach().cpu().double() + noise).to(p)
 
         self.before = tree.map(like, self.params), self.state, self.params
+        # A version counts writes, also those that leave the numbers as they are for these gradients.
         kept, versions = tree.map(torch.clone, self.before), [x._version for x in tree.leaves(self.before)]
         self.after = self.step(phase, *self.before)
         for place, (x, version) in enumerate(zip(tree.leaves(self.before), versions, strict=True)):
@@ -207,6 +210,7 @@ class _Run:
         if phase.begin is not None:
             here, now = self.part("difference", phase.begin, now, here)
             if delayed or phase.begin != phase.end:
+                # A mean that reads params of NaN returns other params, or another state than with the real ones.
                 unknown = tree.map(lambda p: torch.full_like(p, torch.nan), here)
                 returned, blind = self.part("mean", phase.begin, now, unknown)
                 if any(not bool(x.isnan().all()) for x in tree.leaves(returned)):
@@ -244,6 +248,7 @@ class _Run:
         first = next((x for x in tree.leaves(bad) if x.numel()), None)
         if first is None:
             return None
+        # The last rank's last element: a check on rank 0 alone, or on first elements, would not see it.
         first[(-1,) * first.ndim] = torch.nan
         after, moved = self.step(phase, bad, state, params)
         cure = "let a NaN reach what is sent, so that all ranks see it, and guard the whole chain by fn.skip_nonfinite"
@@ -272,6 +277,7 @@ class _Run:
             rows = x
             for name in reversed(self.sizes):
                 rows = all_gather(rows, name)
+            # (W of each axis, ...) -> (W, ...)
             rows = rows.flatten(0, len(self.sizes) - 1)
             differs |= not torch.equal(rows.nan_to_num(), rows[:1].expand_as(rows).nan_to_num())
         if differs:
@@ -282,6 +288,7 @@ class _Run:
 
 
 def _is_alike(x: Tensor, dims: int) -> bool:
+    # (W of each axis, ...) -> (W, ...)
     rows = x.flatten(0, dims - 1)
     return _close(rows, rows[:1].expand_as(rows), 1e-5)
 

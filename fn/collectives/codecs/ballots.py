@@ -31,10 +31,10 @@ def ballots(ties: str = "even") -> Codec:
 
         C(x) = sgn(x),   C(0) = +1 at an even index, -1 at an odd one
 
-    With servers the mean of the ranks' votes is voted on once more: what arrives is the majority. Without them what
-    arrives is the mean of the votes. A row with a NaN or an Inf comes back as NaN; one byte for each row says so. For
-    gradients or momenta behind which the learning rate alone says how far to go; with `off()`, for what a vote leaves
-    out is no small number.
+    With servers the mean of the ranks' votes is voted on once more, so the majority arrives. Without servers the mean
+    of the votes arrives. A row with a NaN or an Inf comes back as NaN, for which each row has a byte. Use it for
+    gradients or momenta where the learning rate alone sets the length of a step, and use it with `off()`: a vote leaves
+    out the whole magnitude, which would make errors large.
 
     >>> import torch, fn
     >>> codec = fn.ballots()
@@ -73,15 +73,19 @@ def _ballots(ties: str, segments: Segments | None) -> Codec:
         return cut.valid.contiguous(), cut.runs
 
     def encode(x: Tensor) -> Ballots:
+        # (R, n) -> (R, n / 2, 2): one element at an even index and one at an odd one
         pairs = x.unflatten(1, (x.shape[1] // 2, 2))
         decided = torch.where(pairs == 0, ties_of(x.dtype, x.device), pairs).flatten(1)
+        # Two reductions to (R, 1) notice every NaN and Inf without a mask (R, n). They refuse rows without elements.
         ends = [x.amin(1, keepdim=True), x.amax(1, keepdim=True)] if x.shape[1] else [x.new_zeros(len(x), 1)]
+        # (2, R, 1) -> (R, 1)
         finite = torch.stack([end.isfinite() for end in ends]).all(0)
         return Ballots(torch.ops.fn.pack_bits(decided), finite.to(torch.uint8))
 
     def decode(payload: Ballots) -> Tensor:
         rows, n = payload.bits.shape[0], 8 * payload.bits.shape[1]
         valid, runs = lay_out(rows, n, payload.bits.device)
+        # (R, 1) -> (R, S); a kernel takes an address, to which an expanded tensor is one number
         scales = torch.where(payload.valid == 1, 1.0, torch.nan).expand(rows, valid.shape[1]).contiguous()
         votes: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, valid, runs)
         return votes

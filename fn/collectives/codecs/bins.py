@@ -70,7 +70,7 @@ def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
 
 
 def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
-    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row. None: all."""
+    """Return the codec for one tensor. valid: (R, 1), how many elements of each row are real; None: all."""
     width = levels.bit_length() - 1
     align = 8 // math.gcd(width, 8)
 
@@ -79,18 +79,23 @@ def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
         counts = torch.full((1, 1), n, dtype=torch.int64, device=x.device) if valid is None else valid.to(x.device)
         # (R, n), or (1, n) where all rows are alike
         real = torch.arange(n, dtype=torch.int64, device=x.device) < counts
+        # (R, n) -> (R, 1); a row in which nothing is real has the mean 0, not 0 / 0
         mean = torch.where(real, x, 0.0).sum(1, keepdim=True) / counts.clamp(min=1)
         apart = torch.where(real, x - mean, 0.0)
         deviation = (apart.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
         step = sigmas * deviation / levels
+        # Equal elements have no deviation. Divided by it, all of them would be NaN.
         step = torch.where(step.isfinite() & (step > 0), step, 1.0)
         codes = (apart / step + levels // 2).round().clamp(0, levels - 1)
+        # What a NaN becomes as an integer differs between devices. The lookup is NaN then, so the code does not matter.
         codes = torch.where(codes.isnan(), 0.0, codes).to(torch.uint8)
+        # Means of differences: those of the numbers themselves would lose digits where the mean is large.
         lookup = _means(apart, codes, real, levels) + mean
         return BinsPayload(lookup, pack(codes, width))
 
     def decode(payload: BinsPayload) -> Tensor:
         n = payload.codes.shape[1] * 8 // width
+        # (R, levels) -> (R, n)
         return payload.lookup.gather(1, unpack(payload.codes, width, n))
 
     return Codec(encode, decode, align, float(width))
@@ -103,9 +108,11 @@ def _means(x: Tensor, codes: Tensor, real: Tensor, levels: int) -> Tensor:
         for level in range(levels):
             inside = (codes == level) & real
             means.append(torch.where(inside, x, 0.0).sum(1) / inside.sum(1).clamp(min=1))
+        # (R,) of each level -> (R, levels)
         return torch.stack(means, dim=1)
     wide, index = torch.where(real, x, 0.0).double(), codes.long()  # one after the other, so in double precision
     zeros = wide.new_zeros(x.shape[0], levels)
+    # (R, n) -> (R, levels)
     sums = zeros.scatter_add(1, index, wide)
     counts = zeros.scatter_add(1, index, real.expand(x.shape).double())
     return (sums / counts.clamp(min=1)).to(x.dtype)

@@ -58,13 +58,13 @@ class Codec(NamedTuple):
     encode: (R, n) floating -> payload, a tree of tensors (R, ...). Deterministic: the same numbers, the same payload.
     decode: payload -> (R, n) floating.
     align: n must be a multiple of it; the collectives pad each rank's piece of a tensor to one.
-    bits: on the wire per element, scales of blocks included. NaN: it depends on the length of the tensor.
+    bits: bits on the wire per element, scales of blocks included. NaN: they depend on the length of the tensor.
     decode_mean: payload of W rows -> (n,), the mean of the decoded rows, added in the order of the rows; or of those
         rows that hold the element, where rows need not hold all.
     segmented: Segments -> the same codec for several tensors in a row, blocks and scales not crossing from one
         tensor into the next. None: `segmented` does it tensor by tensor.
     fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
-    make: makes it again, where it was unpickled. None: then it cannot be pickled.
+    make: a function without arguments that makes this codec again, which is what is pickled. None: no pickle.
 
     `_replace` of encode or decode also sets the last four to None, unless they are given: they belong to the old pair.
     """
@@ -96,6 +96,7 @@ def identity(dtype: torch.dtype | None = None) -> Codec:
         raise TypeError(expected("dtype", "float16, bfloat16, float32, float64 or None", f"{dtype}"))
 
     def decode(payload: Tensor) -> Tensor:
+        # Widened before ranks are added up: in half precision their sum may overflow where the mean does not.
         return payload.float() if payload.dtype in (torch.float16, torch.bfloat16) else payload
 
     bits = float(torch.finfo(dtype or torch.float32).bits)
@@ -105,6 +106,7 @@ def identity(dtype: torch.dtype | None = None) -> Codec:
 
 def is_exact(codec: Codec) -> bool:
     """Return whether a codec is `identity()`, which rounds nothing."""
+    # Known by `make`: the functions are made anew in every call, and are never equal.
     make = codec.make
     return isinstance(make, partial) and make.func is identity and make.args == (None,)
 
@@ -114,8 +116,10 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
     if codec.decode_mean is not None:
         return codec.decode_mean(payload)
     # Added in the order of the rows: a sum in another order rounds otherwise, and the replicas would drift apart.
+    # (W, n)
     rows = codec.decode(payload)
     total, in_place = rows[0], rows.device.type != "cpu" and is_concrete(rows) and not rows.requires_grad
+    # `identity` decodes to the payload itself, so the first sum is a new tensor. Only that one is written over.
     for place, row in enumerate(rows[1:].unbind(0)):
         out = total if in_place and place else pooled(total, row).get("out")
         total = torch.add(total, row, out=out)
@@ -147,11 +151,12 @@ class Segments(NamedTuple):
         """Return the segments of one row, chosen by a 0-d index or a number."""
         if isinstance(index, int) or is_concrete(index, self.valid):
             return self if self.valid.shape[0] == 1 else _row(self, int(index))
+        # A simulated rank is a batched tensor, which has no number to index by: (R, S) -> (1, S)
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
 
     @property
     def places(self) -> dict[int, list[int]]:
-        """Return where the segments of each width are; empty ones have nothing to say, but one, where all are empty."""
+        """Return the indices of segments by width. Empty segments are left out; if all are empty, one stays."""
         places: dict[int, list[int]] = {}
         for s, width in enumerate(self.widths):
             if width:
@@ -166,15 +171,17 @@ class Segments(NamedTuple):
     def mask(self, device: torch.device) -> Tensor:
         """Return (R, n) bool, true at real elements."""
         widths, ends = _ends(self, device)
+        # (R, S) -> (R, n); without `output_size` the host would wait for the device to know the length
         ends = ends.repeat_interleave(widths, dim=1, output_size=self.row_length)
+        # (n,) < (R, n)
         return torch.arange(self.row_length, dtype=torch.int64, device=device) < ends
 
     def clear(self, x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        """Return x with zeros for the padding, x being all rows, or the one given."""
+        """Return x with zeros in its padding. x: all rows (R, n), or those that `rows` names."""
         return torch.where(self.mask(x.device)[rows], x, 0.0)
 
     def cleared(self, x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        """Do what `clear` does where there is padding: a mask of all elements costs more memory than they do."""
+        """Do what `clear` does, and nothing where there is no padding: a mask (R, n) costs time and memory."""
         return self.clear(x, rows) if self.padded else x
 
 
@@ -215,7 +222,7 @@ def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> 
     """Return a codec for rows in which several tensors lie side by side, each in a codec of its own.
 
     Args: of_tensor: (width, valid (R, 1)) -> the codec for rows of one tensor; `align` and `bits` are the same for all.
-        It is given numbers in which padding is zero, and may give any for the padding.
+        It encodes numbers whose padding is zero, and may decode padding to any numbers.
     Returns: the codec; its payload is a tuple with an entry for each tensor that has elements.
     """
     with_elements = [s for s, width in enumerate(segments.widths) if width]  # an empty tensor has nothing to say
@@ -224,14 +231,17 @@ def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> 
     codecs = [of_tensor(width, valid) for width, valid in zip(widths, counts, strict=True)]
 
     def encode(x: Tensor) -> Tree:
+        # (R, n) -> (R, width) of each tensor
         parts = segments.cleared(x).split(widths, dim=1)
         return tuple(codec.encode(part) for codec, part in zip(codecs, parts, strict=True))
 
     def decode(payload: Tree) -> Tensor:
+        # (R, width) of each tensor -> (R, n)
         rows = torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1)
         return segments.cleared(rows)
 
     def decode_mean(payload: Tree) -> Tensor:
+        # (W, ...) of each tensor -> (width,) -> (n,)
         row = torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)])
         return segments.cleared(row, 0)
 
@@ -248,18 +258,23 @@ def by_width(of_rows: Callable[[int, Tensor], Codec], segments: Segments) -> Cod
     """
     places = segments.places
     order = [s for chosen in places.values() for s in chosen]
+    # What was sorted by width goes back into the order of the tensors.
     back = sorted(range(len(order)), key=order.__getitem__)
 
     @cached_plan
     def codec_of(width: int, rows: int, device: torch.device) -> Codec:
+        # (R, S) or (1, S) -> (R tensors, 1), in the order in which `encode` flattens rows
         valid = segments.valid[:, places[width]]
         return of_rows(width, valid.expand(rows, -1).reshape(-1, 1).to(device))
 
     def encode(x: Tensor) -> Tree:
         parts, payload = segments.cleared(x).split([*segments.widths], dim=1), []
         for width, chosen in places.items():
+            # (R, width) of each tensor -> (R, tensors, width)
             rows = torch.stack([parts[s] for s in chosen], dim=1)
+            # (R tensors, width) -> leaves (R tensors, ...)
             coded = codec_of(width, x.shape[0], x.device).encode(rows.flatten(0, 1))
+            # Leaves become (R, tensors, ...): the first dimension of a payload has to be the row, by which it is sent.
             payload.append(tree.map(lambda leaf, shape=rows.shape[:2]: leaf.unflatten(0, shape), coded))
         return tuple(payload)
 
@@ -267,8 +282,10 @@ def by_width(of_rows: Callable[[int, Tensor], Codec], segments: Segments) -> Cod
         parts: list[Tensor] = []
         for (width, chosen), part in zip(places.items(), payload, strict=True):
             first = tree.leaves(part)[0]
+            # (R, tensors, ...) -> (R tensors, ...)
             rows = tree.map(lambda leaf: leaf.flatten(0, 1), part)
             decoded = codec_of(width, first.shape[0], first.device).decode(rows)
+            # (R tensors, width) -> (R, width) of each tensor
             parts += decoded.unflatten(0, (-1, len(chosen))).unbind(1)
         return segments.cleared(torch.cat([parts[i] for i in back], dim=1))
 
@@ -284,6 +301,7 @@ def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, li
             [3, 0, 0]]), [1, 4, 1, 1, 1, 2])
     """
     owners, starts, lengths, runs = _grid(widths, block, valid.device)
+    # (R, S) -> (R, blocks): what is real of a segment behind the beginning of the block
     return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
 
 
@@ -295,6 +313,7 @@ def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Te
         whole, rest = divmod(width, block)
         runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
     starts = [torch.arange(0, width, block, dtype=torch.int64, device=device) for width in widths]
+    # `torch.cat` refuses an empty list, which a row without tensors has.
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
     lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]
@@ -315,8 +334,10 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     if 8 % width:
         return _packed_across(numbers, width)
     per_byte = 8 // width
+    # (R, n) -> (R, bytes, per_byte)
     numbers = F.pad(numbers.to(torch.uint8), (0, -n % per_byte)).view(rows, -1, per_byte)
     shifts = width * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
+    # The numbers of a byte share no bit, so their sum is their union. Without a dtype it would be int64.
     return (numbers << shifts).sum(-1, dtype=torch.uint8)
 
 
@@ -327,6 +348,7 @@ def unpack(packed: Tensor, width: int, n: int) -> Tensor:
     if 8 % width:
         return _unpacked_across(packed, width, n)
     shifts = width * torch.arange(8 // width, device=packed.device, dtype=torch.uint8)
+    # (R, bytes, 1) >> (per_byte,) -> (R, bytes, per_byte) -> (R, n)
     numbers: Tensor = ((packed[:, :, None] >> shifts) & (2**width - 1)).flatten(1)
     return numbers[:, :n].to(torch.int64)
 
@@ -334,17 +356,21 @@ def unpack(packed: Tensor, width: int, n: int) -> Tensor:
 def _packed_across(numbers: Tensor, width: int) -> Tensor:
     """Pack numbers that lie across the bounds of bytes, groups of 8: each byte takes bits from a few numbers."""
     n, packed = numbers.shape[1], torch.zeros((), dtype=torch.int64, device=numbers.device)
+    # (R, n) -> (R, groups, 8)
     groups = F.pad(numbers, (0, -n % 8)).unflatten(1, (-1, 8))
     for places, left, right in _numbers_of_bytes(width, numbers.device):
+        # (R, groups, 8) -> (R, groups, width), the bytes of a group
         packed = packed | (groups.index_select(2, places) << left >> right)
     return packed.to(torch.uint8).flatten(1)[:, : -(-n * width // 8)]  # of a number its lowest 8 bits
 
 
 def _unpacked_across(packed: Tensor, width: int, n: int) -> Tensor:
     """Unpack numbers that lie across the bounds of bytes, groups of 8: each takes bits from a few bytes."""
+    # (R, bytes) -> (R, groups, width)
     groups = F.pad(packed, (0, -packed.shape[1] % width)).unflatten(1, (-1, width))
     places, right = _bytes_of_numbers(width, packed.device)
     numbers = groups.index_select(2, places[0]).long()
+    # (R, groups, 8): for each number the bytes that it lies in, the first one lowest
     for k, several in enumerate(places[1:], 1):
         numbers = torch.add(numbers, groups.index_select(2, several), alpha=1 << 8 * k)
     unpacked: Tensor = ((numbers >> right) & (2**width - 1)).flatten(1)
@@ -366,8 +392,9 @@ def _numbers_of_bytes(width: int, device: torch.device) -> list[tuple[Tensor, Te
 
 @cached_plan
 def _bytes_of_numbers(width: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Return for each of 8 numbers the places of a few bytes, and how far what they are is shifted right."""
+    """Return for each of 8 numbers the places of a few bytes, and how far these, joined, are shifted right."""
     first_bit = width * torch.arange(8, dtype=torch.int64, device="cpu")
     several = max(width * i % 8 + width + 7 for i in range(8)) // 8
+    # A number ends inside of its group. So a byte that was clamped lands above its bits, and is masked away.
     places = [(first_bit // 8 + k).clamp(max=width - 1).to(device) for k in range(several)]
     return places, (first_bit % 8).to(device)

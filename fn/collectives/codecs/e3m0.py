@@ -52,6 +52,7 @@ def e3m0(block: int | None = 256) -> Codec:
 
     def cut(x: Tensor) -> Tensor:
         n, length = x.shape[1], block or max(1, x.shape[1])
+        # (R, n) -> (R, blocks, length)
         padded = torch.nn.functional.pad(x, (0, -n % length)) if n % length else x
         return padded.reshape(x.shape[0], padded.shape[1] // length, length)
 
@@ -59,11 +60,13 @@ def e3m0(block: int | None = 256) -> Codec:
         rows, n = x.shape
         parts = cut(x.to(scale_dtype(x)))  # (R, blocks, block)
         size = parts.abs()
+        # (R, blocks, length) -> (R, blocks)
         scale = size.amax(2)
         level = torch.zeros_like(size, dtype=torch.uint8)
         for boundary in BOUNDARIES:
             level = level + (size >= boundary * scale[:, :, None])
         level = torch.where(size > 0, level, 0)  # where boundaries are rounded to zero
+        # (R, blocks, length) -> (R, blocks length), of which the first n are sent
         codes = (level + 8 * (parts < 0)).reshape(rows, parts.shape[1] * parts.shape[2])
         return E3m0Payload(scale, pack(codes[:, :n], 4))
 
@@ -72,6 +75,7 @@ def e3m0(block: int | None = 256) -> Codec:
         codes = cut(unpack(payload.codes, 4, n))
         level = codes & 7
         factor = torch.exp2((level - 7).to(payload.scales.dtype)) * (level > 0)
+        # (R, blocks, length) * (R, blocks, 1)
         numbers = torch.where(codes > 7, -factor, factor) * payload.scales[:, :, None]
         return numbers.reshape(rows, codes.shape[1] * codes.shape[2])[:, :n]
 

@@ -78,11 +78,13 @@ def _fp8(mantissa: int, block: int, segments: Segments | None) -> Codec:
 
     def decode(payload: Fp8Payload) -> Tensor:
         cut = blocks(payload.codes.shape[0], payload.codes.shape[1], payload.codes.device)
+        # (R, n) -> (R, 1, n): R means of one message each
         decoded: Tensor = torch.ops.fn.dequantize_fp8(payload.codes[:, None], payload.scales[:, None], *cut, mantissa)
         return decoded
 
     def decode_mean(payload: Fp8Payload) -> Tensor:
         cut = blocks(1, payload.codes.shape[1], payload.codes.device)
+        # (W, n) -> (1, W, n): one mean of W messages
         mean: Tensor = torch.ops.fn.dequantize_fp8(payload.codes[None], payload.scales[None], *cut, mantissa)
         return mean[0]
 

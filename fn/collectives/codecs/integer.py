@@ -96,10 +96,12 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
 
     def decode_mean(payload: IntPayload) -> Tensor:
         cut = blocks(1, payload.codes.shape[1] * 8 // width, payload.codes.device)
+        # (W, bytes) -> (1, W, bytes): one mean of W messages
         mean: Tensor = torch.ops.fn.dequantize_mean(payload.codes[None], payload.scales[None], *cut, width)
         return mean[0]
 
     def fused(rule: Any) -> Fused | None:
+        # One kernel has one set of blocks: with another length the error's would not be the codec's.
         return _with_damped_feedback(blocks, width, rule) if isinstance(rule, Damped) and rule.block == block else None
 
     return Codec(
@@ -131,12 +133,14 @@ def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
 
     def encode(x: Tensor, error: DampedError) -> tuple[IntPayload, DampedError]:
         valid, runs = blocks(*x.shape, x.device)
+        # (R n,) -> (R, n), and scales (R S,) or (R, S) -> (R, S)
         old, scales = error.codes.view_as(x), since_reset(error, rule.every).view(valid.shape)
         codes, sent, kept, kept_scales = torch.ops.fn.quantize_feedback(x, old, scales, rule.beta, valid, runs, width)
         error = DampedError(kept.reshape(-1), kept_scales.view(error.scales.shape), error.age + 1)
         return IntPayload(sent, codes), error
 
     def settle(error: DampedError, rows: int) -> Tensor:
+        # (R n,) -> (R, n)
         codes = error.codes.view(rows, -1)
         valid, runs = blocks(*codes.shape, codes.device)
         scales = since_reset(error, rule.every).view(valid.shape)

@@ -45,10 +45,11 @@ def _spelled(value: Any) -> str:
 def reduced(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what pickle needs of a NamedTuple of functions, for its `__reduce__`.
 
-    Args: value: it; its last field is `make`, what makes it again, None if not known. One that was changed since is
-        taken as it is: it can be copied, and pickled where its functions can.
+    Args: value: the NamedTuple. Its last field is `make`, a function that makes it again, or None. A value that was
+        changed since it was made is taken as it is: it can be copied, and pickled if its functions can be.
     """
     make = value[-1]
+    # `_replace(align=...)` keeps `make`, which would make the value as it was before.
     if make is not None and _same(value[:-1], make()[:-1]):
         return make, ()
     return type(value), tuple(value)

@@ -68,6 +68,7 @@ def _rotated(inner: Codec, block: int, segments: Segments | None) -> Codec:
         return clear(_transformed(inner.decode(payload), block))
 
     def decode_mean(payload: Tree) -> Tensor:
+        # The transform is linear, so the mean is transformed once, and not W rows: (n,) -> (1, n) -> (n,)
         return clear(_transformed(mean_of_rows(inner, payload)[None], block)[0], 0)
 
     return Codec(encode, decode, inner.align, inner.bits, None if inner.decode_mean is None else decode_mean)
@@ -77,8 +78,10 @@ def _transformed(x: Tensor, block: int) -> Tensor:
     """Return the normalised Walsh-Hadamard transform of each block of x (R, n)."""
     shape, apart = x.shape, 1
     while apart < block:
+        # (R, n) -> (R, n / (2 apart), 2, apart)
         pairs = x.reshape(shape[0], shape[1] // (2 * apart), 2, apart)
         a, b = pairs.unbind(2)
+        # (R, n / (2 apart), apart) twice -> (R, n / (2 apart), 2, apart) -> (R, n)
         x, apart = torch.stack((a + b, a - b), dim=2).reshape(shape), 2 * apart  # butterflies, as in an FFT
     normalised: Tensor = x * block**-0.5
     return normalised

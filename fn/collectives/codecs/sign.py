@@ -76,6 +76,7 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
     """Return the codec that `sign` describes. segments: where tensors lie in a row; None: all rows are one tensor's."""
 
     def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
+        # (R, S), or (1, S) where a tensor has one scale in all rows
         counts = valid if block is not None else valid.sum(0, keepdim=True)
         # In float64, rounded once: float32 does not hold every count above 2^24.
         roots = counts.clamp(min=1).double().sqrt()
@@ -95,12 +96,15 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
     ) -> tuple[SignPayload, Tensor]:
         """Return the payload, and the scales (K, S) as the kernels take them: root mean squares, 0 where nothing is."""
         if block is None and sums.shape[0] > 1:  # a tensor's scale is the same in all rows
+            # (R, S) -> (1, S)
             sums = sums.sum(0, keepdim=True)
         scales = sums.sqrt().to(dtype) / layout.roots[dtype]
         if scales.shape[0] != layout.rows:
+            # (1, S) -> (K, S); a kernel takes an address, to which an expanded tensor is one row
             scales = scales.expand(layout.rows, -1).contiguous()
         if rows == layout.rows:
             return SignPayload(scales, bits), scales
+        # (1, R n / 8) -> (R, n / 8): n is a multiple of 8, so that each row begins with a byte
         return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales
 
     def encode(x: Tensor) -> SignPayload:
@@ -118,6 +122,7 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
     def decode_mean(payload: SignPayload) -> Tensor:
         layout = lay_out(1, payload.bits.shape[1] * 8, payload.bits.device)
         scales = payload.scales.contiguous()
+        # (W, n / 8) -> (1, W, n / 8), one mean of W messages
         mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], layout.valid, layout.runs)
         return mean[0]
 
@@ -197,6 +202,7 @@ def _sign_with_feedback(
 
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
+        # (W, n / 8) -> (1, W, n / 8), and scales (W, S) -> (1, W, S)
         args = received.bits[None], received.scales.contiguous()[None], *sent(error, layout), layout.valid, layout.runs
         served = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)

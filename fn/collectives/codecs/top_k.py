@@ -45,8 +45,8 @@ AS_THEY_ARE = identity()
 class TopKPayload(NamedTuple):
     """What S tensors of one length send.
 
-    indices: (R, S, bytes) uint8, of each kept element in its block. values: what they are, (R, S, kept), or the payload
-    of a codec.
+    indices: (R, S, bytes) uint8, the packed index of each kept element in its block. values: the kept elements
+    (R, S, kept), or their payload in a codec.
     """
 
     indices: Tensor
@@ -54,9 +54,9 @@ class TopKPayload(NamedTuple):
 
 
 class WholePayload(NamedTuple):
-    """A row that is one tensor. length: (R, n, 0) uint8, no bytes: only its shape says something. tensor: its payload.
+    """A row that is one tensor. length: (R, n, 0) uint8, without bytes; its shape holds n. tensor: the payload.
 
-    A row of several tensors has no such entry: there the lengths are known.
+    A row of several tensors has no such entry: its segments hold the lengths.
     """
 
     length: Tensor
@@ -196,10 +196,10 @@ def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
 
 
 class _Alike(NamedTuple):
-    """The tensors of one length in a row: what is done to them is done at once.
+    """The tensors of one length in a row, which are encoded together.
 
-    starts: where each of them begins. valid: (R, S), how many elements of each are real. values: the codec of what is
-    sent of one tensor.
+    starts: the first element of each in the row. blocks: how each is cut. valid: (R, S), how many elements of each are
+    real. values: the codec of the kept elements of one tensor.
     """
 
     starts: tuple[int, ...]
@@ -213,9 +213,11 @@ class _Alike(NamedTuple):
         for count, length, kept in self.blocks.runs:
             if kept == length or not count:
                 indices = torch.arange(length, dtype=torch.int64, device=x.device)[:kept]
+                # (kept,) -> (R, S, count, kept)
                 indices = indices.expand(rows, len(self.starts), count, kept)
             else:
                 indices = _largest(_batches(x, self.starts, offset, count, length), length, kept)
+            # (R, S count, kept) -> (R, S, count kept)
             chosen.append(indices.reshape(rows, len(self.starts), count * kept))
             offset += count * length
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
@@ -226,6 +228,7 @@ class _Alike(NamedTuple):
         firsts = _first_elements(self.starts, self.blocks, indices.device)
         for (count, _, kept), first in zip(self.blocks.runs, firsts, strict=True):
             part = indices[:, :, done : done + count * kept]
+            # (R, S, count kept) -> (R, S, count, kept) + (S, count, 1) -> (R, S, count kept)
             parts.append((part.unflatten(2, (count, kept)) + first).flatten(2))
             done += count * kept
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(1)
@@ -234,14 +237,18 @@ class _Alike(NamedTuple):
         """Return the payload of x (R, n), and the positions and numbers (R, S kept) of what is sent."""
         indices = self.choose(x)
         positions = self.positions(indices)
+        # (R, n) -> (R, S kept)
         numbers = x.gather(1, positions)
         values = numbers.view(indices.shape)
         if self.values is not AS_THEY_ARE:
+            # (R, S, kept) -> (R, S padded): each tensor begins at a multiple of `align`
             row = F.pad(values, (0, -self.blocks.kept % self.values.align)).flatten(1)
             values = _of_kept(self).encode(row)
         if not self.blocks.index_bits:
+            # All elements are sent, so the receiver knows their indices.
             indices = indices[:, :, :0]
         width = self.blocks.index_bits or 8
+        # (R, S, kept) -> (R S, kept) -> (R S, bytes) -> (R, S, bytes)
         packed = pack(indices.flatten(0, 1), width).unflatten(0, indices.shape[:2])
         return TopKPayload(packed, values), positions, numbers
 
@@ -250,6 +257,7 @@ class _Alike(NamedTuple):
         values = payload.values
         if self.values is not AS_THEY_ARE:
             row = _of_kept(self).decode(values)
+            # (R, S padded) -> (R, S, padded) -> (R, S, kept)
             values = row.unflatten(1, (len(self.starts), -1))[:, :, : self.blocks.kept]
         numbers: Tensor = values.flatten(1)
         return numbers
@@ -258,10 +266,12 @@ class _Alike(NamedTuple):
         """Return the positions in the row and the numbers (R, S kept) of what was sent."""
         shape = *payload.indices.shape[:2], self.blocks.kept
         if self.blocks.index_bits:
+            # (R, S, bytes) -> (R S, bytes) -> (R S, kept) -> (R, S, kept)
             indices = unpack(payload.indices.flatten(0, 1), self.blocks.index_bits, shape[2]).view(shape)
         else:
             each = [torch.arange(length, dtype=torch.int64, device=payload.indices.device).repeat(count)
                     for count, length, _ in self.blocks.runs]  # fmt: skip
+            # (kept,) -> (R, S, kept)
             indices = torch.cat(each).expand(shape)
         return self.positions(indices), self.numbers(payload)
 
@@ -282,6 +292,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
     def decode(payload: tuple[TopKPayload, ...]) -> Tensor:
         sent = [alike.sent(part) for alike, part in zip(lengths, payload, strict=True)]
         rows = sent[0][1].shape[0]
+        # The pool has vectors: (R n,) -> (R, n)
         out = _zeros(rows * n, sent[0][1], sent[0][1].dtype).view(rows, n)
         for positions, numbers in sent:
             out = _into(out, Tensor.scatter, positions, numbers)
@@ -290,6 +301,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
     def sent_by_ranks(payload: tuple[TopKPayload, ...], most: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield positions and numbers (some ranks, S kept), about so many of them at a time."""
         for alike, part in zip(lengths, payload, strict=True):
+            # A few ranks at a time: unpacked indices are int64, and those of all ranks could outgrow the tensors.
             several = max(1, most // max(1, alike.blocks.kept * len(alike.starts)))
             for first in range(0, part.indices.shape[0], several):
                 yield alike.sent(tree.map(lambda leaf, some=slice(first, first + several): leaf[some], part))
@@ -298,6 +310,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
         ranks, like = payload[0].indices.shape[0], tree.leaves(payload[0].values)[0]
         together = ranks * sum(alike.blocks.kept * len(alike.starts) for alike in lengths) <= BATCH
         sent = [*sent_by_ranks(payload, BATCH)] if together else None
+        # Counts are as many as elements: one byte holds those of up to 255 ranks, in an eighth of the memory.
         counts = torch.uint8 if ranks < 256 else torch.int64
         one = torch.ones((), dtype=counts, device=payload[0].indices.device)
         total: Any = None
@@ -306,6 +319,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
             if total is None:
                 total = _zeros(n, numbers, numbers.dtype)
                 count = _zeros(n, numbers, counts) if over == "senders" else like.new_empty(0)
+            # (ranks, S kept) -> (S kept,) of each rank, whose positions all differ: no order of additions matters.
             for index, row in zip(positions.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
                 total = _into(total, Tensor.scatter_add, index, row)
                 if over == "senders":
@@ -318,6 +332,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
 
         if sent is None:
             return segments.cleared(share(total, count), 0)
+        # All means are read before one is written. Else an element that two ranks sent would be divided twice.
         at = [positions.flatten() for positions, _ in sent]
         means = [share(total.gather(0, p), count.gather(0, p) if over == "senders" else count) for p in at]
         for positions, mean in zip(at, means, strict=True):  # elsewhere there is nothing to share
@@ -325,6 +340,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
         return segments.cleared(total, 0)
 
     def fused(rule: Any) -> Fused | None:
+        # Here nobody clears padding, which could then be chosen: rows with padding take the long way.
         knows = isinstance(rule, Classic | Decayed | Differences) and not segments.padded
         return _with_feedback(lengths, rule) if knows else None
 
@@ -332,7 +348,7 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
 
 
 def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differences) -> Fused:
-    """Return the codec and a feedback in one: of the vector that is decoded only what was sent is looked at."""
+    """Return the codec and a feedback in one, which decodes the elements that were sent, and no whole vector."""
 
     def init(x: Tensor) -> Tensor:
         return torch.zeros_like(x.reshape(-1), dtype=scale_dtype(x))
@@ -351,6 +367,7 @@ def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differen
         else:
             message = torch.add(vector, error, out=room.get("out"))
         rows = message.view(x.shape)
+        # All tensors are encoded before anything is written: the next error takes the memory of the message.
         sent = [alike.encode(rows) for alike in lengths]
         if isinstance(rule, Differences):  # a zero of either sign is 0 then, as in the sum with a vector of zeros
             rows = torch.add(error, 0.0, out=message if is_concrete(message, error) else None).view(x.shape)
@@ -360,6 +377,7 @@ def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differen
                 kept = rows.gather(1, positions) + delivered.to(rows.dtype)
             else:
                 kept = values - (rule.deliver * delivered if isinstance(rule, Decayed) else delivered)
+            # Elsewhere nothing was delivered: what stands in `rows` is the next error already.
             rows = _into(rows, Tensor.scatter, positions, kept.to(rows.dtype))
         return tuple([payload for payload, _, _ in sent]), rows.reshape(-1)
 
@@ -390,6 +408,7 @@ def _first_elements(starts: tuple[int, ...], blocks: _Blocks, device: torch.devi
     begin = torch.tensor(starts, dtype=torch.int64, device="cpu")[:, None]
     for count, length, _ in blocks.runs:
         first = begin + offset + length * torch.arange(count, dtype=torch.int64, device="cpu")
+        # (S, count) -> (S, count, 1)
         firsts.append(first[:, :, None].to(device))
         offset += count * length
     return firsts
@@ -399,9 +418,12 @@ def _first_elements(starts: tuple[int, ...], blocks: _Blocks, device: torch.devi
 def _of_kept(alike: _Alike) -> Codec:
     """Return the values' codec for what is kept of each tensor; among it padding comes last, and does not count."""
     blocks, values, (rows, tensors) = alike.blocks, alike.values, alike.valid.shape
+    # (R, S) -> (R S, 1) -> (R S, blocks)
     real = tile((blocks.width,), alike.valid.reshape(-1, 1), blocks.length)[0]
+    # (R S, blocks) -> (R S,) -> (R, S)
     counts = real.minimum(blocks.kept_of_each(real.device)).sum(1).view(rows, tensors)
     # Behind each lies an empty one: so no row is taken for the rest of another.
+    # (R, S) -> (R, S, 2) -> (R, 2 S)
     counts = torch.stack([counts, torch.zeros_like(counts)], dim=2).flatten(1)
     return segmented(values, Segments((blocks.kept + -blocks.kept % values.align, 0) * tensors, counts))
 
@@ -415,6 +437,7 @@ def _batches(x: Tensor, starts: Sequence[int], offset: int, count: int, length: 
     most = BATCH_OF_CPU if x.device.type == "cpu" else BATCH
     together = max(1, most // max(1, length * x.shape[0]))
     if not is_concrete(x):
+        # Batches spare memory in eager steps. A graph that is traced has one part, whatever the device.
         together = count * len(starts)
     runs: list[list[tuple[int, int]]] = [[]]  # (first element, blocks) of what is taken at once
     room = together
@@ -431,6 +454,7 @@ def _batches(x: Tensor, starts: Sequence[int], offset: int, count: int, length: 
             if not room:
                 runs.append([])
                 room = together
+    # (R, n) -> (R, n length) -> (R, n, length)
     views = [[x.narrow(1, first, n * length).unflatten(1, (n, length)) for first, n in run] for run in runs if run]
     return [run[0] if len(run) == 1 else torch.cat(run, dim=1) for run in views]
 
@@ -448,11 +472,15 @@ def _largest(batches: Iterable[Tensor], n: int, k: int) -> Tensor:
     chosen = []
     for x in batches:
         if x.dtype != torch.float32 or n > 2**_INDEX_BITS:
+            # No key holds these dtypes and lengths. A stable sort takes the first of equal ones, too.
             chosen.append(x.abs().sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values)
             continue
         last = 2**_INDEX_BITS - 1
+        # A key is the size's bits, which as integers are in the order of the sizes, NaN last; below them the index,
+        # counted backwards, so that of equal sizes the first has the largest key.
         backwards = torch.arange(last, last - n, -1, dtype=torch.int64, device=x.device)
         keys = torch.add(backwards, x.abs().view(torch.int32), alpha=1 << _INDEX_BITS)  # no two are equal
         chosen.append(last - (keys.topk(k, dim=-1, sorted=False).values & last))
+    # (R, some blocks, k) of each batch -> (R, blocks, k)
     indices = chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=1)
     return indices.sort(dim=-1).values

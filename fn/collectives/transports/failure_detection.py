@@ -5,8 +5,8 @@ any more: so they close their connections, and everybody notices.
 
 A backend says that a connection was closed, or that time ran out, but not whose. So the ranks that are left call the
 roll: each writes itself down in the key-value store through which the group met, and looks who else did. This is no
-collective: nobody waits for anybody longer than `PATIENCE`. A store that does not answer tells as much: torch has it
-hosted by rank 0.
+collective: nobody waits for anybody longer than `PATIENCE`. A store that does not answer names a lost rank, too:
+rank 0, which hosts it for torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATIENCE = 0.5
 """Seconds that a roll call takes at most."""
 
 TAG = 0x666F
-"""Of a message that nobody sends."""
+"""The tag of a message that nobody sends."""
 
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 _calls: dict[str, int] = {}
@@ -41,6 +41,7 @@ _calls: dict[str, int] = {}
 def remember(group: dist.ProcessGroup) -> str:
     """Remember a group for roll calls and return the name by which collectives find it."""
     name = str(group.group_name)
+    # torch may give the name of a group that was destroyed to a new one, whose processes are others.
     if _groups.get(name) is not group:
         _groups[name] = group
         _write_down(group)
@@ -86,7 +87,7 @@ def raising_peer_lost(
 
     After a loss on one of the axes this rank is not heard of on the others either.
 
-    Args: wires: axis -> transport, the first of which is named. others: further transports on which it falls silent.
+    Args: wires: axis -> transport; the error names the first axis. others: more transports on which it falls silent.
         where: what the message says it was noticed in. left: what the message ends with: how a loss leaves parameters
             and state, which a collective cannot know. "": nothing, for whoever surrounds this may know.
     """
@@ -101,6 +102,7 @@ def raising_peer_lost(
         known = isinstance(error, PeerLost)
         lost = error if known else peer_lost(error, where, axis, "" if axis is None else wires[axis])
         lost.args = (f"{lost}; {left}" if left else str(lost),)
+        # Raised as it is: its traceback shows the collective that failed.
         if known:
             raise
         raise lost from error

@@ -83,4 +83,5 @@ def _host(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _bytes(x: Tensor) -> Any:
+    # (...) -> (n,) -> (bytes,)
     return x.reshape(-1).view(torch.uint8).numpy()

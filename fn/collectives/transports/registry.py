@@ -63,6 +63,7 @@ def carry_sum(x: Tensor, transport: str) -> Tensor:
 
 def _run(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
     run: Callable[[Tensor], Tensor] = getattr(_transports[transport], collective)
+    # `psum` may write into what it is given, and x is the caller's.
     sent = x.detach().clone(memory_format=torch.contiguous_format) if collective == "psum" else x.detach().contiguous()
     shape = torch.Size((size, *x.shape)) if collective == "all_gather" else x.shape
     return _checked(run(sent), x, shape, collective, transport)

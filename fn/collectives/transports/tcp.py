@@ -91,9 +91,11 @@ class Connections:
         self._peers, self._ranks, self._timeout = dict(peers), sorted(peers), timeout
         self._lock = threading.Lock()
         self._count = 0
+        # With the sockets and not with self, which would never die then.
         weakref.finalize(self, _close, self._peers)
         _of_this_process.add(self)
         for connection in self._peers.values():
+            # A system call then returns with what it has moved, so that one thread serves all directions.
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the last bytes wait for an answer
 
@@ -132,9 +134,11 @@ class Connections:
             if p in receives:
                 headers[p] = bytearray(HEADER_BYTES)
                 incoming[p] = _Flow(self._peers[p], p, [memoryview(headers[p]), *receives[p]])
+        # Most messages fit into the sockets' buffers: they are on their way before anybody is waited for.
         for flow in outgoing.values():
             flow.send()
         self._wait_for(outgoing, incoming)
+        # Compared once all is here. Rows of another exchange raise before anybody uses them.
         for p, header in headers.items():
             expected, sent = (self._count, sum(map(len, receives[p]))), struct.unpack(HEADER, header)
             if sent != expected:
@@ -169,6 +173,7 @@ class Connections:
             # Nobody is ready where fewer bytes have come than wake this rank: then it reads what is there.
             for file, event in ready or [(self._peers[p].fileno(), select.POLLIN) for p in waiting]:
                 p = ranks[file]
+                # Errors and hang-ups, too: to read says what is the matter.
                 if event & ~select.POLLOUT and incoming[p].left:
                     incoming[p].receive()
                 if event & select.POLLOUT:
@@ -217,6 +222,7 @@ class _Flow:
 
     def __init__(self, connection: socket.socket, peer: int, parts: Sequence[memoryview]):
         self._connection, self._peer = connection, peer
+        # Without empty ones, of which a call moves 0 bytes: 0 means that the peer has closed.
         self._parts = [part for part in parts if len(part)]
         self.left = sum(map(len, self._parts))
         self._wake = 0
@@ -267,6 +273,7 @@ def bytes_of(x: Tensor) -> memoryview:
     if x.dtype in _OF_PYTHON and x.numel() and not x.requires_grad:  # the quick way: two views less for each leaf
         array: Any = x.numpy()
         return memoryview(array).cast("B")
+    # (...) -> (n,) -> (bytes,)
     array = x.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
@@ -282,7 +289,7 @@ CALLERS = 64
 """Callers that may be about to say who they are, while the connections are opened."""
 
 RANK = "<Q"
-"""What a rank that calls says after the token."""
+"""The number of the calling rank, which it sends after the token."""
 
 Address = tuple[str, int]
 
@@ -337,6 +344,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     """Connect all pairs of ranks; None on all ranks if one pair cannot be."""
     peers: dict[int, socket.socket] = {}
     problem, listener, address = "", None, None
+    # Every rank makes one, so that all tell alike; rank 0's counts.
     token = secrets.token_bytes(16)
     try:
         if stays_on_gloo(group):
@@ -346,6 +354,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
         address = listener.getsockname()[:2]
     except OSError as error:
         problem = f"rank {group.rank()} cannot listen: {error}"
+    # A rank that has a problem comes here, too: the others would wait for it in this gather.
     told = _tell_all((address, token, problem), group)
     if not any(text for _, _, text in told):
         try:
@@ -384,6 +393,7 @@ def _meet(
         for peer in range(rank):
             left = max(until - time.monotonic(), 0.01)
             connected[peer] = socket.create_connection(addresses[peer], timeout=left)
+            # A socket that was accepted does not say which rank has called.
             connected[peer].sendall(token + struct.pack(RANK, rank))
         for peer, connection in _calls(listener, set(range(rank + 1, group.size())), token, until):
             connected[peer] = connection
@@ -424,7 +434,7 @@ def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iter
 
 
 def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
-    """Add to what a caller has said; return whether it has neither said all that it may nor hung up."""
+    """Read more bytes of a caller; return whether it is still to send some, and has not hung up."""
     part = b""
     with suppress(OSError):
         part = caller.recv(length - len(said))
@@ -433,13 +443,13 @@ def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
 
 
 def _rank_in(said: bytearray, token: bytes) -> int | None:
-    """Return the rank that says so; None for a stranger."""
+    """Return the rank that has called, by the token and the number that it sent; None for a stranger."""
     knows = secrets.compare_digest(said[: len(token)], token) and len(said) == len(token) + struct.calcsize(RANK)
     return int(struct.unpack(RANK, said[len(token) :])[0]) if knows else None
 
 
 def _answer(listener: Any, open_calls: Any) -> None:
-    """Take the next call, at the price of the oldest one that nothing has been said in if there are too many."""
+    """Take the next call. If there are too many open ones then, hang up on the oldest."""
     with suppress(BlockingIOError, ConnectionError):  # the caller has hung up before
         caller, _ = listener.accept()
         caller.setblocking(False)

@@ -94,6 +94,7 @@ def add_up(squares: Tensor, runs: Sequence[int], block: int = BLOCK) -> Tensor:
     lengths = blocks_of_segments(tuple(runs), block, squares.device)
     if not squares.numel():
         return squares.new_zeros((squares.shape[0], len(lengths)))
+    # (R, places) -> (places, R) -> (S, R) -> (R, S)
     columns = squares.t().contiguous()
     return torch.segment_reduce(columns, "sum", lengths=lengths, axis=0, unsafe=True).t().contiguous()
 
@@ -132,6 +133,7 @@ def run(
 
     threads = torch.get_num_threads() if elements >= THREADED else 1
     threads = min(threads, os.cpu_count() or 1, total) if threads > 1 else 1
+    # Results do not depend on the cuts: squares are added up per place, and those of places afterwards in their order.
     cuts = [total * t // threads for t in range(threads + 1)]
     others = [_pool(os.getpid()).submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
     work(cuts[0], cuts[1])
@@ -153,6 +155,7 @@ def _argument(value: Any, kept: list[Any]) -> Any:
     return 0 if value is None else np.float32(value) if isinstance(value, float) else value
 
 
+# By process: a forked child has none of the threads of its parent's pool, and would wait for them for ever.
 @lru_cache(maxsize=1)
 def _pool(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="fn")

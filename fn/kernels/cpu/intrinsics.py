@@ -64,6 +64,7 @@ def _at(builder: Any, pointer: Any, i: Any, kind: Any) -> Any:
 def put_sign_byte(builder: Any, bits: Any, k: Any, x: Any, i: Any) -> None:
     """Write into byte k the signs of elements i .. i + 8."""
     zero = ir.Constant(_FLOATS, [0.0] * 8)
+    # An ordered comparison is false of NaN, as `x >= 0` is. A piece may begin at any float: align is 4.
     signs = builder.fcmp_ordered(">=", builder.load(_at(builder, x, i, _FLOATS), align=4), zero)
     builder.store(builder.bitcast(signs, _I8), _at(builder, bits, k, _I8))
 
@@ -71,8 +72,10 @@ def put_sign_byte(builder: Any, bits: Any, k: Any, x: Any, i: Any) -> None:
 def _signed(builder: Any, bits: Any, k: Any, scale: Any) -> Any:
     single = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), scale, _I32(0))
     lanes = ir.Constant(ir.VectorType(_I32, 8), [0] * 8)
+    # One scale -> eight lanes
     up = builder.shuffle_vector(single, ir.Constant(_FLOATS, ir.Undefined), lanes)
     ones = builder.bitcast(builder.load(_at(builder, bits, k, _I8)), _BOOLS)
+    # -0.0 - scale is -scale for zeros, too; 0.0 - 0.0 would be 0.0, where the reference has -0.0.
     return builder.select(ones, up, builder.fsub(ir.Constant(_FLOATS, [-0.0] * 8), up))
 
 

@@ -126,6 +126,7 @@ def get_codes(codes, factor, out, width, count, add):
 def quantize_segment(x, codes, width, length, peak):
     """Write the codes of a segment whose largest magnitude is `peak`; return the factor that decodes them."""
     scale, to = scale_of(peak, width), octets(codes)
+    # Otherwise the codes are zero, and the factor that is returned makes NaN of them.
     if np.isfinite(peak):
         put_codes(x, codes, scale, width, length)
     else:
@@ -147,6 +148,7 @@ def quantize_blocks(low, high, grid, x, codes, scales, width, scratch):
         r, first, length, s, _ = block_of(grid, k)
         here, row = r * grid.segments + s, x + 4 * (r * grid.n + first)
         real = within(ints(grid.valid)[here], length)
+        # Codes are of whole segments, and behind its real elements the input need not be zero.
         if real < length:
             write(scratch, row, real, False)
             pad(scratch, real, length)
@@ -185,6 +187,7 @@ def feedback_blocks(
         pad(h, real, length)
         to = codes + bytes_of(place, width)
         factor = quantize_segment(h, to, width, length, peak_of(h, length))
+        # The codes of h are written. Now the next error takes its place, piece by piece.
         for i in range(0, real, STEP):
             count = min(STEP, real - i)
             get_codes(to + bytes_of(i, width), factor, scratch, width, count, False)
@@ -266,6 +269,7 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference.codes.dequantize`."""
+    # (R, ...) -> (R, 1, ...): a mean of one message
     return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
 
 

@@ -138,7 +138,9 @@ def _blocks_of(tensors: Sequence[Tensor]) -> BlockTable:
 def _per_tensor(sums: Tensor, at: BlockTable) -> Tensor:
     """Return the largest number and two sums of tensors (S, 3) from those of blocks (blocks, 3)."""
     owner = torch.from_numpy(np.ascontiguousarray(at.table[:, 2]))
+    # (blocks, 3) -> (S, 3)
     found = sums.new_zeros(at.segments, 3).index_add_(0, owner, sums)
+    # (blocks,) -> (S,): the first column has magnitudes, of which the largest counts
     found[:, 0] = sums.new_zeros(at.segments).scatter_reduce_(0, owner, sums[:, 0], "amax")
     return found
 

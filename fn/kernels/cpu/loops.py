@@ -61,6 +61,7 @@ def compiled(*fastmath: str) -> Callable[[Any], Any]:
     def decorate(f: Any) -> Any:
         made: Any = njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(f)
         made.enable_caching()
+        # So a change of a rule compiles the loops anew; without the stamp they would go on with the old arithmetic.
         file = made._cache._cache_file  # Numba looks at the file of f alone, and not at rules in others
         file._source_stamp = (file._source_stamp, DIGEST)
         return made
@@ -70,6 +71,7 @@ def compiled(*fastmath: str) -> Callable[[Any], Any]:
 
 @overload(rules.where)
 def _where(condition, a, b):
+    # LLVM makes a select of it, so that the loop still takes vectors.
     return lambda condition, a, b: a if condition else b
 
 
@@ -85,6 +87,7 @@ def _sign(x):
 
 @overload(rules.power)
 def _power(x):
+    # Bits of the exponent alone: the mantissa, which is 0 then, stands for 1.
     return lambda x: of_magnitude(np.int32(magnitude(x) & EXPONENT))
 
 

@@ -96,6 +96,7 @@ def encode_blocks(low, high, grid, x, buffer, sent, out, bits, squares, scratch)
         for i in range(0, length, STEP):
             at, count = row + 4 * i, min(STEP, length - i)
             inside, b = within(real - i, count), x + at
+            # 0 is no address: there is no feedback.
             if buffer:
                 compensate(x + at, buffer + at, scale, scratch, inside, count)
                 write(out + at, scratch, count, nontemporal)
@@ -245,6 +246,7 @@ def messages(bits: Tensor, scales: Tensor) -> tuple[Any, ...]:
 
     Args: bits (R, W, bytes); scales (R, W, S), as each adds to the sum.
     """
+    # Codes are views of messages. Rows may lie apart, which strides say, but bytes of one row may not.
     bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
     return bits, *bits.stride()[:2], bits.shape[1], scales.contiguous()
 
@@ -276,6 +278,7 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.codes.sign_decode`."""
+    # (R, bytes) -> (R, 1, bytes): a mean of one message
     return _decode(bits[:, None], scales[:, None], valid, runs)
 
 

@@ -68,6 +68,7 @@ def encode_averages(
     for k in range(low, high):
         r, first, length, s, offset = block_of(grid, k)
         here, start, total = r * grid.segments + s, r * ints(widths)[s] + offset, 0.0
+        # `real` counts valid elements of the row, `have` those of the tensor, behind which nothing may be read.
         real, scale, have = ints(grid.valid)[here] - offset, floats(sent)[here], ints(sizes)[s] - start
         mu, g, row = ints(mus)[s] + 4 * start, ints(gs)[s] + 4 * start, 4 * (r * grid.n + first)
         to, nontemporal = bits + r * ((grid.n + 7) // 8) + first // 8, streams(grid, out + row)
@@ -206,6 +207,7 @@ def adamw_into_blocks(
     low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, frozen, scratch
 ):
     """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
+    # Results are formed in the scratch, from where `write` may send them past the cache.
     here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
     for k in range(low, high):
         _, first, length, _, _ = block_of(grid, k)
@@ -217,6 +219,7 @@ def adamw_into_blocks(
             at, count = 4 * i, min(STEP, first + length - i)
             g = ints(rows)[0] + at
             if count_of_rows > 1:
+                # One gradient is read where it lies: a mean of one would be a copy of it.
                 mean_of_rows(rows, count_of_rows, share, at, scratch, count)
                 g = scratch
             if frozen:
@@ -308,6 +311,7 @@ def adamw_into_(
     if not plain(new, rows, old):
         return NotImplemented
     at = block_table([1, new[0].numel()], LARGE_BLOCK)
+    # (blocks, 2) -> (2,); `amax` refuses a dimension without elements
     peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
     descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     run(adamw_into_blocks, at, 1, [*new], [*rows], len(rows), 1.0 / len(rows), [*old], peaks, float(b1), float(b2),
@@ -320,6 +324,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     if not grads or not plain(grads):
         return NotImplemented
     at = block_table(runs_of_tensors(grads), LARGE_BLOCK)
+    # (blocks,) -> 0-d
     peaks = torch.zeros(max(1, len(at.table)), dtype=torch.float32, device="cpu")
     run(magnitude_blocks, at, 1, [*grads], peaks)
     return peaks.amax()

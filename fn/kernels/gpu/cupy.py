@@ -133,6 +133,7 @@ def pack_bits(x: Tensor) -> Tensor:
     ones = torch.nn.functional.pad((x >= 0).to(torch.uint8), (0, -n % 8))
     with _stream(x):
         packed = cupy.packbits(cupy.from_dlpack(ones.reshape(-1)), bitorder="little")
+        # (R, 8 bytes) -> (R 8 bytes,) -> (R bytes,) -> (R, bytes): rows are whole bytes, so they may lie end to end
         return from_dlpack(packed).view(x.shape[0], bytes_for(n))
 
 
@@ -140,6 +141,7 @@ def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """See `reference.codes.unpack_bits`."""
     with _stream(bits):
         ones = from_dlpack(cupy.unpackbits(cupy.from_dlpack(bits.reshape(-1)), bitorder="little"))
+    # (R 8 bytes,) -> (R, 8 bytes) -> (R, n)
     return ones.view(bits.shape[0], -1)[:, :n].to(dtype).mul_(2).sub_(1)
 
 
@@ -219,6 +221,7 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.codes.sign_decode`."""
+    # (R, bytes) -> (R, 1, bytes): a mean of one message
     return _decode(bits[:, None], scales[:, None], valid, runs)
 
 

@@ -45,6 +45,7 @@ def pack_bits(x: Tensor) -> Tensor:
     """Pack the signs of x (R, n) into (R, ceil(n / 8)) uint8."""
     bits = F.pad((x >= 0).to(torch.uint8), (0, -x.shape[-1] % 8))
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    # (R, 8 bytes) -> (R, bytes, 8) -> (R, bytes); without a dtype the sum would be int64
     packed: Tensor = (bits.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
     return packed
 
@@ -52,6 +53,7 @@ def pack_bits(x: Tensor) -> Tensor:
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """Return +1 and -1 in `dtype` for the first n bits of each row of bits (R, ceil(n / 8)) uint8: (R, n)."""
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+    # (R, bytes) -> (R, bytes, 1) & (8,) -> (R, bytes, 8) -> (R, n)
     ones = (bits.unsqueeze(-1) & weights).ne(0).flatten(-2)[..., :n]
     return ones.to(dtype) * 2 - 1
 
@@ -62,7 +64,9 @@ def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
     A float32 sum over 2**24 elements is off by 7e-4. Kernels add in another order, and may begin in float32: scales
     agree to their last bit.
     """
+    # (R, count, width) of each run -> (R, count)
     sums = per_run(b, runs, lambda p, first, end: p.double().square().sum(-1))
+    # (R, count) of each run -> (R, S); `cat` refuses an empty list, which no runs would give
     return torch.cat([*sums, b.new_empty((b.shape[0], 0), dtype=torch.float64)], -1)
 
 
@@ -135,6 +139,7 @@ def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
     Args: bits (R, ceil(n / 8)) uint8; scales (R, S) float32 or float64; valid (R, S) int64; runs.
     Returns: (R, n) in the dtype of the scales.
     """
+    # (R, n) * (R, S) -> (R, n)
     decoded = torch.ops.fn.unpack_bits(bits, row_length(runs), scales.dtype) * spread(scales, runs)
     return torch.where(padding_mask(decoded, valid, runs), decoded, 0.0)
 
@@ -147,6 +152,7 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     """
     ranks = bits.shape[1]
     scales = scales * (1.0 / ranks)
+    # (R, W, bytes) -> (R, bytes) of each rank; added in their order, so that all ranks get the same bits
     total = sign_decode(bits[:, 0], scales[:, 0], valid, runs)
     for r in range(1, ranks):
         total = total + sign_decode(bits[:, r], scales[:, r], valid, runs)
@@ -165,13 +171,16 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple
     x = torch.where(padding_mask(x, valid, runs), x.to(scale_dtype(x)), 0.0)
     scale = _code_scales(x, 2.0 ** (width - 1), runs)
     code = (x * spread(scale, runs)).round().clamp(-(2 ** (width - 1)), 2 ** (width - 1) - 1)
+    # What a NaN becomes as an integer differs between devices. The scale makes NaN of the whole segment.
     code = code.nan_to_num(0.0).to(torch.int8)
     return (_pack_pairs(code) if width == 4 else code), 1.0 / scale
 
 
 def _code_scales(x: Tensor, largest: float, runs: Sequence[int]) -> Tensor:
     """Return what the numbers of each segment are multiplied by, so that the largest becomes `largest`."""
+    # (R, count, width) of each run -> (R, count); `amax` refuses a dimension without elements
     peaks = per_run(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
+    # (R, count) of each run -> (R, S)
     peak = torch.cat([*peaks, x[:, :0]], -1)
     top = torch.full_like(peak, largest)  # number / tensor would round twice
     scale: Tensor = rules.code_scale(peak, top, 1.0, float("inf"))
@@ -179,6 +188,7 @@ def _code_scales(x: Tensor, largest: float, runs: Sequence[int]) -> Tensor:
 
 
 def _pack_pairs(code: Tensor) -> Tensor:
+    # (R, n) -> (R, n / 2, 2); in int8 the shift would overflow
     pairs = code.unflatten(-1, (-1, 2)).to(torch.int32)
     packed: Tensor = ((pairs[..., 0] & 15) << 4 | (pairs[..., 1] & 15)).to(torch.uint8)
     return packed
@@ -186,7 +196,9 @@ def _pack_pairs(code: Tensor) -> Tensor:
 
 def _unpack_pairs(codes: Tensor) -> Tensor:
     codes = codes.to(torch.int32)
+    # (R, n / 2) twice -> (R, n / 2, 2) -> (R, n)
     pairs = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)
+    # 0 .. 15 -> -8 .. 7: the sign of 4 bits
     return ((pairs ^ 8) - 8).to(torch.int8)
 
 
@@ -208,6 +220,7 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     Returns: (R, n) in the dtype of the scales.
     """
     ranks = codes.shape[1]
+    # (R, W, ...) -> (R, n) of each rank
     total = dequantize(codes[:, 0], scales[:, 0], valid, runs, width)
     for r in range(1, ranks):
         total = total + dequantize(codes[:, r], scales[:, r], valid, runs, width)
@@ -261,6 +274,7 @@ def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[
     """
 
     def decoded(rank: int) -> Tensor:
+        # (R, W, n) -> (R, n)
         return codes[:, rank].view(FP8[mantissa]).to(scales.dtype) * spread(scales[:, rank], runs)
 
     ranks, total = codes.shape[1], decoded(0)

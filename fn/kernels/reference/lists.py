@@ -33,6 +33,7 @@ def elementwise_(
     wanted = rule_of(rule)
     size = len(results) // RESULTS[rule]
     for s in range(size):
+        # One list lies behind the other: these are tensor s of each.
         row = operands[s::size]
         wide = max((scale_dtype(x) for x in row), key=lambda dtype: dtype.itemsize)
         given: list[Any] = [*numbers]

@@ -37,6 +37,7 @@ def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
     below: Tensor = rules.denominator(nu, eps)
     if is_normal(eps, below.dtype):
         return x / below
+    # x - x is 0, and NaN of what is not finite, so that the step is skipped.
     return torch.where(below == 0, x - x, x / below.masked_fill(below == 0, 1.0))
 
 
@@ -211,8 +212,10 @@ def adamw_into_(
     mean = sum(rows[1:], start=rows[0]) * (1.0 / len(rows))
     for to, x in zip(new, old, strict=not frozen):
         to.copy_(x)
+    # The second moment that rests is read where it is, and not written: frozen steps do not copy it.
     p, mu, nu = new[:1], new[1:2], old[2:] if frozen else new[2:]
     adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, max_step, math.inf, frozen)
+    # 0-d twice -> (2,)
     return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 
 
@@ -266,6 +269,7 @@ def onebit_lamb_moments_(
         f.copy_(rules.second_moment(f, rules.implied_gradient(x, m, b1, 1 - b1), b2, 1 - b2))
         m.copy_(x)
         ratios = over_root(rules.denominator(v, eps), f, eps).reshape(-1)
+        # With a zero in front: `max` refuses a tensor without elements.
         largest = torch.cat([ratios.new_zeros(1), ratios]).max().double()
         q = clamped(over_root(m, v, eps), max_step)
         u = rules.decayed(q, p.to(m.dtype), weight_decay)
@@ -292,6 +296,7 @@ def lamb_step_(
 
 
 def _table(rows: list[Tensor]) -> Tensor:
+    # (3,) of each tensor -> (S, 3)
     return torch.stack(rows) if rows else torch.zeros((0, 3), dtype=torch.float64, device="cpu")
 
 

@@ -39,8 +39,8 @@ SUMMED = 1 << 10
 """Blocks of a segment that are added at a time."""
 
 FEW, TABLES = 64, 256
-"""Tensors of which as many tables of addresses are kept as other plans, and how many are kept of more tensors: where
-gradients come and go, each step leaves one behind."""
+"""Up to FEW tensors, as many tables of addresses are kept as other plans; of more tensors, TABLES are kept: where
+gradients get new memory in each step, each step leaves a table behind."""
 
 WITH_STREAMS = ("cuda", "xpu")
 """Devices that copy from pinned memory while the host goes on."""
@@ -98,6 +98,7 @@ def cut(runs: Sequence[int], device: torch.device, block: int = BLOCK) -> Cut:
 def _cut(runs: tuple[int, ...], device: torch.device, block: int) -> Cut:
     host = block_table(runs, block)
     longest = int(host.table[:, 1].max(initial=1))
+    # (blocks,) -> (segments,), and with a zero in front (segments + 1,)
     counts = np.bincount(host.table[:, 2], minlength=host.segments)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     table, bounds = (torch.from_numpy(x).to(device) for x in (host.table, ends))
@@ -140,6 +141,7 @@ def _send(
 
     A copy from other memory would make the host wait, once for each table.
     """
+    # (lists + 2, S) -> (S, lists + 2): what a kernel reads of one tensor lies together
     columns = np.array([*where, sizes, widths or sizes], dtype=np.int64)
     table = torch.from_numpy(np.ascontiguousarray(columns.T))
     table = pin_memory(table) if device.type in WITH_STREAMS else table
@@ -266,6 +268,7 @@ def add_up_columns(parts: Tensor, row: Cut, *, peaks: bool) -> Tensor:
     Args: peaks: the first row has magnitudes, of which the largest is taken.
     """
     sums = torch.empty((row.host.segments, parts.shape[0]), dtype=torch.float64, device=parts.device)
+    # (S, R) -> (R, S) by strides, so that no copy turns the sums
     _add_up(parts, row, sums.t(), peaks=peaks)
     return sums
 
@@ -369,9 +372,11 @@ def store(x, i, value, length, FULL: tl.constexpr):
 def write_codes(b, i, length, real, bits, squares, BLOCK: tl.constexpr):
     """Write the sign bits of a block and the square of its norm, in which only real elements count."""
     counts = (i < real) & (i < length)
+    # (BLOCK / 8, 8) -> (BLOCK / 8,) bytes
     ones = ((b >= 0) & counts).to(tl.int32) << tl.arange(0, 8)[None, :]
     j = tl.arange(0, BLOCK // 8)
     tl.store(bits + j, tl.sum(ones, axis=1).to(tl.uint8), mask=8 * j < length)
+    # The padding of b keeps what it has, which may not count.
     b = tl.where(counts, b, 0.0)
     tl.store(squares + tl.program_id(0), tl.sum(b * b).to(tl.float64))
 
@@ -404,5 +409,5 @@ def mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK:
 
 @jit
 def peak_of(x):
-    """Return the largest magnitude, as an integer, of which that of a NaN is the largest."""
+    """Return the largest magnitude, by its bits as an integer, of which those of a NaN are the largest."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)

@@ -91,6 +91,7 @@ def of_fp8(code, WIDTH: tl.constexpr):
 @jit
 def code_of(x, top):
     """Return x clamped and rounded half to even, 0 for NaN."""
+    # What a NaN becomes as an integer differs between devices. The factor makes NaN of the block.
     x = tl.where(x == x, x, 0.0)
     x = tl.minimum(tl.maximum(x, -top), top - 1.0)
     return ((x + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: its neighbours are the integers
@@ -103,6 +104,7 @@ def store_codes(codes, position, length, q, WIDTH: tl.constexpr, FULL: tl.conste
     if WIDTH != 4:
         store(codes + position[:, None], tl.arange(0, BLOCK)[None, :], q, length[:, None], FULL)
     else:
+        # (COUNT, BLOCK) -> (COUNT, BLOCK / 2, 2) -> (COUNT, BLOCK / 2) twice
         even, odd = tl.split(tl.reshape(q, (COUNT, BLOCK // 2, 2)))
         i, byte = tl.arange(0, BLOCK // 2)[None, :], ((even & 15) << 4) | (odd & 15)
         store(codes + (position // 2)[:, None], i, byte, (length // 2)[:, None], FULL)
@@ -139,6 +141,7 @@ def feedback_blocks(x, error, error_scales, beta, rest, codes, scales, kept, kep
                     BLOCK: tl.constexpr):  # fmt: skip
     """Write the codes of blocks plus their residual errors, and those of the next errors."""
     i, one = tl.arange(0, BLOCK)[None, :], 1.0 + tl.zeros((), tl.float32)
+    # What is behind `real` must be zero in h and in the error: peaks are taken over whole blocks.
     top, inside = one * 2.0 ** (WIDTH - 1), i < real[:, None]
     e = load(error + position[:, None], i, real[:, None], FULL)
     e = tl.where(inside, e * tl.load(error_scales + rs, mask=exists, other=0.0)[:, None], 0.0)
@@ -178,6 +181,7 @@ def load_codes(codes, byte, length, WIDTH: tl.constexpr, FULL: tl.constexpr, BLO
     else:
         i = tl.arange(0, BLOCK // 2)[None, :]
         pair = load(codes + byte[:, None], i, (length // 2)[:, None], FULL).to(tl.int32)
+        # (COUNT, BLOCK / 2) twice -> (COUNT, BLOCK); ^ 8 and - 8 give 4 bits their sign
         code = (tl.interleave((pair >> 4) ^ 8, (pair & 15) ^ 8) - 8).to(tl.float32)
     return code
 
@@ -190,11 +194,13 @@ def mean_blocks(codes, scales, out, byte, factor, position, length, real, segmen
     i = tl.arange(0, BLOCK)[None, :]
     total = tl.zeros((COUNT, BLOCK), tl.float32)
     for w in range(ranks):
+        # Messages of a step can be more than 2**31 bytes.
         start = byte + w * width.to(tl.int64)
         if ALIGNED:
             start = tl.multiple_of(start, 4 if WIDTH == 4 else 8)
         q = load_codes(codes, start, length, WIDTH, FULL, BLOCK)
         decoded = q * tl.load(scales + factor, mask=length > 0, other=0.0)[:, None]
+        # The first is taken as it is: 0 + -0 would be 0, where the reference begins with -0.
         total = tl.where(w == 0, decoded, total + decoded)
         factor += segments
     total = tl.where(i < real[:, None], total * share, 0.0)
@@ -258,6 +264,7 @@ def quantize_feedback(
     if width == 4 and not row.host.even:
         return NotImplemented
     results = [memory for bits in (width, 8) for memory in (_codes(x, row.host.n, bits), _factors(row, valid))]
+    # 1 - beta is rounded once, from float64, as in the reference: the kernel would take it of a rounded beta.
     factors = float(np.float32(beta)), float(np.float32(1.0 - beta))
     args = x.contiguous(), error.contiguous(), error_scales.contiguous(), *factors, *results
     _launch(quantize_feedback_kernel, row, valid, width, args)
@@ -277,6 +284,7 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference.codes.dequantize`."""
+    # (R, ...) -> (R, 1, ...): a mean of one message
     return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
 
 

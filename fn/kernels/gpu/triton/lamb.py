@@ -68,6 +68,7 @@ def onebit_moments_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps
     below = denominator(v, eps)
     q = clamped(quotient(m, below), max_step)
     u = decayed(q, load(p, i, length, FULL), weight_decay)
+    # Behind the end all moments are zero: eps / eps would be a ratio of 1 that no element has.
     ratio = tl.where(i < length, quotient(below, denominator(f, eps)), 0.0)
     q, u = tl.where(i < length, q, 0.0), tl.where(i < length, u, 0.0)
     write_sums(sums, blocks, peak_of(ratio).to(tl.float32, bitcast=True), tl.sum(q * q), tl.sum(u * u))

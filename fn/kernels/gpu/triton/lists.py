@@ -52,6 +52,7 @@ def elementwise_block(tensor, numbers, s, offset, length, RULE: tl.constexpr, RE
         else:
             values = values + (tl.load(numbers[k] + s).to(tl.float32),)  # noqa: RUF005
     found = RULE(*values)
+    # All of the block is read before any of it is written: another thread may read what this one writes.
     if BARRIER:
         tl.debug_barrier()
     if len(RESULTS) == 1:
@@ -83,6 +84,7 @@ def elementwise_kernel(addresses, table, numbers, n, blocks, RULE: tl.constexpr,
 def squares_kernel(addresses, table, squares, n, blocks, P: tl.constexpr, BLOCK: tl.constexpr):
     """Write the sum of squares of every block."""
     _, _, _, length, s, offset = block_of(table, n, blocks, False)
+    # Not ALIGNED: vectors of another width would add in another order, and ranks would get other last digits.
     x, i = pointer(addresses + s * 3, offset, P, False), tl.arange(0, BLOCK)
     x = load(x, i, length, True) if length == BLOCK else load(x, i, length, False)
     tl.store(squares + tl.program_id(0), tl.sum(x * x).to(tl.float64))
@@ -126,6 +128,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
     squares = torch.empty((1, lists.row.blocks), dtype=torch.float64, device=tensors[0].device)
     args = lists.addresses, lists.row.table, squares, *lists.row.sizes
     launch(squares_kernel, squares, squares.numel(), *args, **lists.of_one_shape)
+    # (1, S) -> (S,)
     return add_up(squares, lists.row)[0]
 
 

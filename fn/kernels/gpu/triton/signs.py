@@ -149,6 +149,7 @@ def _encode(
 
 def pack_bits(x: Tensor) -> Tensor:
     """See `reference.codes.pack_bits`."""
+    # A float64 number below the smallest float32 would be rounded to zero, and its sign be lost.
     x = x if x.dtype != torch.float64 else torch.where(x >= 0, 1.0, -1.0).to(torch.float32)
     valid = torch.full((x.shape[0], 1), x.shape[1], dtype=torch.int64, device=x.device)
     bits: Tensor = _encode(x, None, valid, (1, x.shape[1]))[1]
@@ -217,6 +218,7 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.codes.sign_decode`."""
+    # (R, bytes) -> (R, 1, bytes): a mean of one message
     return sign_decode_mean(bits[:, None], scales[:, None], valid, runs)
 
 

@@ -78,6 +78,7 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, 
         m = kept_at_zero(m, v, 0.0, 0.0)
     m = held(m, v, descent[0], max_momentum)
     store(mu, i, m, inside, FULL)
+    # Rounded before it is copied: a copy that is an anchor has to equal the param, to the last bit.
     new = adamw(load(p, i, inside, FULL), m, v, *descent).to(p.dtype.element_ty)
     store(p, i, new, inside, FULL)
     if COPIES:
@@ -163,6 +164,7 @@ def into_block(addresses, count, start, share, b1, b2, rest2, descent, length, p
     p = adamw(load(pointer(addresses, start, tl.float32, ALIGNED), i, length, FULL), m, v, *descent)
     store(pointer(addresses + 3, start, tl.float32, ALIGNED), i, p, length, FULL)
     store(pointer(addresses + 4, start, tl.float32, ALIGNED), i, m, length, FULL)
+    # What stands behind the end is no param, and must not become the largest magnitude.
     p = tl.where(i < length, p, 0.0)
     tl.store(peaks, peak_of(x).to(tl.float32, bitcast=True))
     tl.store(peaks + 1, peak_of(p).to(tl.float32, bitcast=True))
@@ -232,6 +234,7 @@ def adamw_into_(
     numbers = *floats(b1, b2, 1 - b2), *descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     args = lists.addresses, lists.row.table, peaks, *mean, *numbers, *lists.row.sizes
     launch(adamw_into_kernel, new[0], len(peaks), *args, **lists.constants, FROZEN=frozen)
+    # (blocks, 2) -> (2,)
     return peaks.amax(0) if len(peaks) else peaks.new_zeros(2)
 
 
@@ -273,6 +276,7 @@ def onebit_adam_(
     if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
         return NotImplemented
     block = launch_of(onebit_kernel).block
+    # A table has four lists. Without copies the fourth is never read.
     lists = lists_of(params, mu, nu, copies or params, runs=runs, block=block, P=params, C=copies)
     if lists is None:
         return NotImplemented
