@@ -132,7 +132,8 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         means = [(x + y) / 2 for x, y in zip([*own, *anchors], theirs, strict=True)]
         ok = all_finite(means)
         # What this rank goes on with where the mean is not finite: its own difference, or none.
-        kept = [torch.where(all_finite(own).to(d.device), d, 0.0) for d in own]
+        own_is_finite = all_finite(own)
+        kept = [torch.where(own_is_finite.to(d.device), d, 0.0) for d in own]
         # `means` has those of the differences first, then those of the anchors.
         pulled = [d + pull * (x - y) for d, x, y in zip(means[: len(own)], anchors, means[len(own) :], strict=True)]
         # Selected without a look: the flag is another one in another pair, and a step that is run again would send.
