@@ -73,6 +73,7 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     writes: list[tuple[Tensor, Tensor]] = []
     for g, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
         writes += _writes(g, group["params"], state, moments_of, steps)
+    # All of `_writes` has run by now: nothing is changed where a later param group is refused.
     with torch.no_grad():
         for into, value in writes:
             into.copy_(value)

@@ -131,11 +131,14 @@ class Core(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """Take a step without the hooks that torch puts around `step` of every class, each of which would run them."""
         self.check_free("step")
+        # `step` runs under no_grad, in which a closure could not call backward.
         loss = None if closure is None else torch.enable_grad()(closure)()
         with self.communicating("parameters and state are as before the step"):
+            # In this context: a rank where this raises closes its connections, and the others do not wait for it.
             self.follow_groups()
             phase = self.now = self.next_phase
             self.moved = take(self, phase)
+        # Counted before the exchange: the local step has been taken, also if the exchange fails.
         self.steps += 1
         if isinstance(phase, Round) and phase != Round():
             with self.communicating(LOCAL_STEP_TAKEN):
@@ -180,6 +183,7 @@ class Core(torch.optim.Optimizer):
         if any(phase.phase in unit.transform.needs_warmup for unit in self.units) and self.steps == skipped(self):
             return Phase.WARMUP
         if any(unit.transform.exchange is not None for unit in self.units):
+            # A schedule without rounds: a compressed step exchanges at once, a local step exchanges nothing.
             rounds: dict[Any, Round] = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
             return rounds.get(phase, phase)
         return phase.phase
@@ -220,11 +224,13 @@ class Core(torch.optim.Optimizer):
                     abort_connections(wire)
                 raise
             finally:
+                # What was staged and not taken is of this step's numbers; the next step must not write it.
                 self.staged.clear()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Refuse everything behind an exception that comes while parameters and state are written, such as Ctrl-C."""
+        # No `finally`: behind an exception `refused` has to stay.
         before, self.refused = self.refused, TORN
         yield
         self.refused = before
@@ -251,14 +257,17 @@ def take(core: Core, phase: Phase | Round) -> bool:
             for i in units:
                 if i not in core.staged:
                     core.staged[i] = stage_group(core, i, phase, grads[i])
+    # One wait for the device, for the flags of all units.
     steps = settled([core.staged.pop(i) for i in units])
     moves = together(core, all(step.ok for step in steps), phase)
+    # Copied before the first write; what rests gets its numbers back behind the last one.
     held = core.held() if moves else []
     with core.writing(), step_range("apply"):
         for step in steps if moves else ():
             step.commit()
         for x, numbers in held:
             x.copy_(numbers)
+        # Units are skipped together: one whose own numbers are finite counts the step, too.
         for unit in () if moves else core.units:
             unit.state.skipped.add_(1)
     return moves
@@ -302,6 +311,7 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         moves, after = run(grads, state, params)
         check_shapes(moves, params)
         is_old = among(tree.leaves(state))
+        # The state is written before the params, and would overwrite updates that lie in its memory.
         moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         write_state = written_into(state, after._replace(skipped=state.skipped))
@@ -311,6 +321,8 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
                 write()
             move(params, moves)
 
+        # The same tensor comes back from a guard that knew the answer. Else the comparison is a 0-d flag of the device,
+        # for which nobody waits here.
         return after.skipped is state.skipped or after.skipped == state.skipped, commit
 
     late: list[Callable[[], None]] = []  # what links in their own memory write behind the step
@@ -319,6 +331,7 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
     holds = flags.all_of(assumed)
     if isinstance(pure, Guarded) and pure.looks:
         return Staged(taken if holds is True else holds & taken, commit)
+    # `otherwise` runs outside of `assumed`, so the second computation waits for each flag and holds in any case.
     return Staged(holds, commit, lambda: computed(pure, ())[1]())
 
 
@@ -356,6 +369,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     compare, heard = nothing, list[Tensor]()
     if begin is not None:
         states, new = each(core, "difference", begin, states, new)
+        # Before the mean, which sends the difference.
         states = weighed(landed, states, weight)
     if begin is not None and at_once:
         compare = core.announce(begin, core.steps)
@@ -366,6 +380,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     if end is not None:
         with flags.assumed() as assumed:
             taken = each(core, "outer", end, states, new)
+        # One wait for the device, for all flags of the exchange.
         if not flags.all_of([*heard, *assumed]):
             compare()
             # Nothing is sent in this part, so a rank may take it again alone.
@@ -376,7 +391,9 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
         changed = (i for i, x in enumerate(leaves(landed)) if noted[i] is not x and after[i] is noted[i])
         carried = {i: noted[i] for i in changed}
         flight = fly(core, begin, states, carried)
+    # What lands with the mean is not written now: until then these leaves stay as they were.
     kept = [x if i in carried else y for i, (x, y) in enumerate(zip(before, after, strict=True))]
+    # The state is written first, so `rounded_into` copies new params aside that lie in its memory.
     write_state, write_params = written_into(before, kept), rounded_into(params, new, before)
     held = core.held()
 
@@ -412,12 +429,16 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
 
     It is made from the states of now and from what the means before it change, such as residual errors.
     """
+    # A copy and a number, not the optimizer's: the job may run while the training changes both.
     earlier, steps, device = [*core.flights], core.steps, device_of(core)
     given, live = leaves(states), leaves([unit.state for unit in core.units])
+    # () -> the shape of p, without memory. NaN, so that a mean that calculates with params is seen to do so.
     unread = [tree.map(lambda p: p.new_full((), torch.nan).expand_as(p), unit.params) for unit in core.units]
     changed: dict[int, Tensor] = {}
 
     def job() -> Callable[[], None]:
+        # Jobs run one after the other, so what earlier means change is known by now. A leaf that the difference of this
+        # exchange has made anew stays as it is: that difference was taken with it.
         base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
         from_states = with_leaves(states, base)
         compare = core.announce(number, steps)
@@ -468,6 +489,7 @@ def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
     """Return states in which a difference was noted, times a weight."""
     if weight == 1.0:
         return noted
+    # Only what was noted now: a difference of another fragment, on its way since before, has its weight already.
     own = {id(x) for x, was in zip(leaves(noted), leaves(before), strict=True) if x is not was}
     scaled = partial(tree.map, lambda x: weight * x if id(x) in own else x)
     found: list[Tree] = roles.replace(noted, "difference", scaled)

@@ -167,6 +167,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Tell whether hyper-parameters are the same; tensors only if they are the same object."""
 
     def equal(x: Any, y: Any) -> bool:
+        # Tensors are not compared by value: on a device that would be a wait in each step.
         return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y))
 
     return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
@@ -178,6 +179,7 @@ def new_rate(group: dict[str, Any]) -> Tensor:
     As with torch's optimizers a number stays a number there. Raises: ValueError if it is none, or negative.
     """
     given = group["lr"]
+    # A rate of float32 would round what parameters of float64 are stepped by.
     number, wide = checked_rate(given, 0.0), any(p.dtype == torch.float64 for p in group["params"])
     device = given.device if isinstance(given, Tensor) else "cpu"
     rate = torch.tensor(number, dtype=torch.float64 if wide else torch.float32, device=device)
@@ -195,6 +197,7 @@ def follow_rate(group: dict[str, Any], rate: Tensor) -> None:
         return
     number = checked_rate(given)
     if given is not rate:
+        # In place: the transform was made with this tensor, so a step reads the new number.
         rate.fill_(number)
         group["lr"] = rate if isinstance(given, Tensor) else given
 

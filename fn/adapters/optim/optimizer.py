@@ -97,6 +97,7 @@ class Optimizer(Core):
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(make, binding, listed, {"lr": lr, **defaults})
+        # Compared before super().__init__ makes states, which communicates: ranks with other groups would wait there.
         with binding:
             agree.check_listed(axes, listed, {"max_norm": max_norm, **describe(schedule)})
         gradients.check_max_norm(max_norm, axes)
@@ -122,9 +123,11 @@ class Optimizer(Core):
                 problem = error
             with self.binding:
                 agree.check_accepted(self.axes, before, problem, self.param_groups)
+            # `check_accepted` has raised where there is a problem.
             assert unit is not None
             self.start(unit)
         except BaseException:
+            # torch has appended the group by now.
             del self.param_groups[before:]
             self.untrained = frozen
             raise
@@ -138,6 +141,7 @@ class Optimizer(Core):
                 group[name] = x.of(p for p in params if p.requires_grad)
         tree.check_real(pieces(params), "params")
         left, come = [p.requires_grad for p in params], {id(p) for p in params}
+        # Parameters that are added again are not frozen any more, or are noted anew in the next line.
         self.untrained = [(name, p) for name, p in self.untrained if id(p) not in come]
         self.untrained += [(name, p) for name, p, trained in zip(names, params, left, strict=True) if not trained]
         for key in ("params", "param_names"):
@@ -147,6 +151,7 @@ class Optimizer(Core):
         groups.check_params(self.param_groups)
         rate = groups.new_rate(group)
         groups.show_defaults(group, self.make)
+        # Made before the ranks say whether they accept the group: what one of them refuses, all hear of.
         transform = self.made([group], [rate])
         check_divided(transform, self.max_norm, group["params"])
         check_fits(transform, self.schedule)
@@ -203,6 +208,7 @@ class Optimizer(Core):
         """Return the gradients of a step, unscaled and clipped: zeros where there is none."""
         grads = super().gradients(phase)
         gradients.check_kinds(grads, [groups.names_of(group) for group in self.param_groups])
+        # Unscaled before they are looked at or clipped: the ranks' scales may differ.
         grads = gradients.unscaled(grads, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         if isinstance(phase, Phase) and phase in self.doubts and gradients.look_at_first(grads, phase, self.axes):
             self.doubts.discard(phase)
@@ -241,6 +247,7 @@ class Optimizer(Core):
             rests = [not p.requires_grad or (alone and p.grad is None) for p in members]
             if any(rests):
                 params = tree.leaves(unit.params)
+                # Copies of all params, such as an anchor, rest with them; else the next exchange would move what rests.
                 copies = [tree.leaves(copy) for copy in roles.find(unit.state, "copies")]
                 alike = [copy for copy in copies if [x.shape for x in copy] == [p.shape for p in params]]
                 kept += [
@@ -274,6 +281,7 @@ class Optimizer(Core):
 
         Elsewhere it continues without this rank's errors, whose paths name it; `fn.adapters.checkpoint` keeps all.
         """
+        # torch runs these hooks in its own state_dict, which is not called here.
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = of_rank(self)
@@ -289,6 +297,7 @@ class Optimizer(Core):
             or whose number is out of range; TypeError for keys that are no strings; nothing is loaded then.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
+            # A copy, as torch makes one: a hook may change it, and the caller's stays as it is.
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
         restore_of_rank(self, state_dict)
@@ -301,6 +310,7 @@ class Optimizer(Core):
         of_this_one = {"step", "updates", "staged", "flights", "background", "ahead"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
+        # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
         return {**kept, "units": [replace(unit, transform=None) for unit in self.units]}  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -333,6 +343,7 @@ def check_fits(transform: Transform, schedule: Schedule) -> None:
 
     A schedule of this library says now what it comes to; a step would say so after thousands of others.
     """
+    # `composed` raises for a phase that the transform does not have.
     for phase in phases_of(schedule):
         try:
             transform.composed(phase)

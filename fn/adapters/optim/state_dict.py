@@ -51,6 +51,7 @@ def flat_state(core: Core) -> dict[str, Tensor]:
     flat = {FORMAT: _int64(VERSION), "steps": _int64(core.steps)}
     for g, (group, _) in enumerate(_of_groups(core)):
         flat |= {f"groups.{g}.{name}": x for name, x in numbers_of(group).items()}
+        # As bytes (n,), a name a line: what loaders accept are tensors only.
         if names := group.get("param_names"):
             flat[f"groups.{g}.names"] = torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8, device="cpu")
     # What is compared in a load is copied, for some loaders write into the tensors that they are given.
@@ -121,6 +122,7 @@ def restore(
         check_foreign(core, who)
     check_fits(live, mine)
     check_shards(core, live, mine)
+    # Before the first write, too: it makes the transforms once, and raises for numbers that these refuse.
     entries = [entries_of(core, g, mine) for g in range(len(core.param_groups))]
     what = ["its own errors, what compression had not delivered yet, are lost and start from zero"] if lost else []
     what += [f"what is each rank's own within a round, its moments say, is that of rank {by[0]}"] if of_other else []
@@ -128,11 +130,13 @@ def restore(
         warnings.warn(f"{who}: {'; '.join(what)}; to keep them {KEEP_ALL}", stacklevel=4)
     of_states = tree.by_path(core.states, "state.").items()
     buffers = {**(params or {}), **{path: x for path, x in of_states if path in mine}}
+    # The last thing that may raise; behind it nothing is refused any more, only written.
     write_all = written_into([*buffers.values()], [mine[path] for path in buffers])
     with core.writing(), torch.no_grad():
         write_all()
         for (group, _), new in zip(_of_groups(core), entries, strict=True):
             if "lr" in new and isinstance(group["lr"], Tensor):
+                # A tensor in the group stays the same object: schedulers and compiled steps may hold it.
                 new["lr"] = group["lr"].fill_(new["lr"])
             group.update(new)
         core.steps = int(mine["steps"])
@@ -163,6 +167,7 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
     rank, size = 0, 1
     for axis in axes:
         bound = core.binding.axes[axis]
+        # Row-major over the axes: the first one changes slowest.
         rank, size = rank * bound.size + int(bound.rank), size * bound.size
     return rank, size
 
@@ -188,6 +193,7 @@ def divided(core: Core) -> dict[str, DTensor]:
         params = [p for group in unit.groups for p in group["params"]]
         if not any(isinstance(p, DTensor) for p in params):
             continue
+        # (1000 + i, 1, ...) for parameter i, of as many dimensions as it has: some links treat matrices otherwise.
         shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
         members = iter([x.new_zeros(shape) for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])

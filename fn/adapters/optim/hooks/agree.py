@@ -86,6 +86,7 @@ def check_accepted(
     """
     verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
     fields: dict[str, object] = {f"param group {group}": verdict}
+    # A group that was refused may hold anything, so its layout is not looked at.
     members = pieces(groups[group]["params"]) if problem is None else []
     for name, p in zip(names_of(groups[group]), members, strict=True) if members else ():
         if not p.is_contiguous():
@@ -114,6 +115,7 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
     # Params first: a state may hold copies of them, whose names the user does not know.
     _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
     marks = tree.by_path(roles.kinds(unit.state))
+    # Errors, shards and what ranks own differ between ranks by their nature.
     same = {path: leaf for path, leaf in tree.by_path(unit.state).items() if marks[path] == SAME}
     fields = {f"{name} of param group {place}": text for name, text in _settings(unit.hyper)}
     fields |= {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
@@ -188,11 +190,13 @@ def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.devi
     if not axes or axis_size(axes) == 1:
         return lambda: None
     # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
-    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (number, steps)])
+    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (number, steps)])  # (2,)
     with watched_by(Watchers()):  # a header, which no ledger counts
+        # (2,) -> (W, 2), W over all axes.
         rows = all_gather(mine, axes)
 
     def compare() -> None:
+        # (W, 2) against the (1, 2) of rank 0.
         if flags.known((rows == rows[:1]).all()):
             return
         first, *others = rows.cpu().tolist()
