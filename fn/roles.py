@@ -178,6 +178,7 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     if isinstance(states, tuple) and hasattr(states, "_fields"):
         said, own = roles_of(states), ERROR
         if mark == SHARD or said.shard:
+            # A field inside of a shard's state belongs to the shard, whatever the inner class says of itself.
             own = SHARD
         elif has_local_params(states):
             own = OWN
@@ -245,6 +246,7 @@ def declare(
             if name in kind._fields:  # type: ignore[attr-defined]
                 wanted = f"to have no field {name!r}, which the declaration of that name would hide"
                 raise ValueError(expected(kind.__name__, wanted, f"the fields {kind._fields}"))  # type: ignore[attr-defined]
+            # `value=value`: without it every property would return the last value of this loop.
             setattr(kind, name, property(lambda state, value=value: value))  # type: ignore[misc]
         return kind
 

@@ -35,6 +35,7 @@ class Head(NamedTuple):
             before = link.state(state)
             updates, after = link.update(updates, before, params)
             if after is not before:
+                # Kept until the step is written: a step that is skipped leaves these states as they were.
                 writes.append(written_into(before, after))
 
         def write() -> None:

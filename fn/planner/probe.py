@@ -149,6 +149,7 @@ class _Seen:
         self.first = self.first or optimizer
         if optimizer is not self.first:
             return
+        # Without this the host's clock would stop before the device has done the step.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.ends.append(time.perf_counter())
@@ -171,6 +172,7 @@ class _Seen:
             self.silenced = True
             return False
 
+        # A property of the class hides the attribute of each instance, and takes what a script assigns without effect.
         setattr(DistributedDataParallel, SYNCHRONISES, property(never, lambda module, wanted: None))
 
     def look(self) -> None:
@@ -195,6 +197,7 @@ class _Seen:
         """Return what was seen; the step that was looked at counts for nothing, nor does the first one."""
         if not self.params:
             raise ValueError("--probe: nothing had a gradient when the optimizer stepped; give a script that trains")
+        # From one end to the next, so that what the script does between steps is in it.
         times = [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
         whole, alone = times[: self.looked_at - 1], times[self.looked_at :]
         params = [*self.params.values()]
@@ -212,6 +215,7 @@ def _slowest(times: list[float]) -> list[float]:
         return times
     each: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(each, times)
+    # W lists of (n,) -> (n,): step by step that of the slowest rank, for which all wait.
     return [*map(max, zip(*each, strict=True))]
 
 

@@ -94,6 +94,7 @@ def model(params: int, tensors: int = 150, width: int = 4) -> Model:
         raise ValueError(expected("tensors", f"1 to {params}, the number of parameters", f"{tensors}"))
     side = math.isqrt(params // tensors)
     rest = params - side * side * (tensors - 1)
+    # What the other squares leave: whole rows of the same length, and behind them the rest as a vector.
     last = [shape for shape in ((rest // side, side), (rest % side,)) if math.prod(shape)]
     return of_runs([((side, side), tensors - 1), *((shape, 1) for shape in last)], width)
 
@@ -108,6 +109,7 @@ def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> lis
         each = math.prod(shape) * whole.width
         while left:
             room = (limit if full else first) - size
+            # As many of these tensors as fill the bucket; the one that fills it still belongs to it.
             fit = min(left, max(1, -(-room // each))) if each else left
             inside.append((shape, fit))
             size, left = size + fit * each, left - fit
@@ -138,6 +140,7 @@ def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message
     Args: width: bytes of an element on the wire; None is that of the gradients.
     """
     local, outer, axis = _axes(ranks)
+    # Within a node gradients are scattered and gathered in rows; between nodes each rank reduces its own row.
     shard = -(-shapes.params // local) * (width or shapes.width)
     between = [Message(axis, "all_reduce", _all_reduce(shard, outer))] if outer > 1 else []
     return [*_rows("local", "all_to_all", local, shard), *between, *_rows("local", "all_gather", local, shard)]
@@ -153,6 +156,7 @@ def codes(
     Args: layout, servers: as for `fn.compressed_average`.
     """
     local, outer, axis = _axes(ranks)
+    # Without servers nobody cuts the vector into a piece for each rank: whole rows are gathered.
     served = outer if servers else 1
     lengths = Counter([shapes.params]) if layout == "fused" else shapes.lengths
     messages = []
@@ -160,6 +164,7 @@ def codes(
         whole = _padded(group, local * served, codec.align) * shapes.width
         # Over two axes a node's exact mean is encoded, which is float32 at least.
         row = row_bytes(codec, group, local * served, width=shapes.width if local == 1 else max(4, shapes.width))
+        # Order as in the collective: exact rows within the node, codes to the servers, and back the same way.
         messages += _rows("local", "all_to_all", local, served * whole)
         messages += _rows(axis, "all_to_all", outer, row) if servers else []
         messages += _rows(axis, "all_gather", outer, row) + _rows("local", "all_gather", local, outer * row)
@@ -255,6 +260,7 @@ def row_bytes(
     counts = Counter(lengths)
     pieces: Counter[int] = Counter()  # models repeat their shapes
     for n, times in counts.items():
+        # A tensor's piece in a row: ceil(n / W), rounded up to the codec's alignment.
         pieces[-(-n // (ranks * align)) * align] += times
     alone = sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
     # Each piece was counted as a row of its own; what a row has once, whatever lies in it, is counted once.
@@ -264,6 +270,7 @@ def row_bytes(
 @cache
 def _bytes_of_a_row(codec: Codec, dtype: torch.dtype) -> int:
     """Return the bytes that a row has once, however many pieces lie in it."""
+    # Two rows of one piece each, less one row of two pieces: what only the second row adds.
     return 2 * payload_bytes(codec, (codec.align,), dtype) - payload_bytes(codec, (codec.align,) * 2, dtype)
 
 
@@ -304,6 +311,7 @@ def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
     period = period_of(codec)
     if n < 3 * period or math.isnan(codec.bits):  # what depends on the length is not periodic
         return payload_bytes(codec, (n,), dtype)
+    # One period and the rest are encoded; the other periods add the same bytes each.
     return payload_bytes(codec, (period + n % period,), dtype) + (n // period - 1) * _bytes_of_a_period(codec, dtype)
 
 
