@@ -62,5 +62,6 @@ def compare(
 
 def _described(x: Tensor) -> str:
     # Not a sum of words, as for parameters: two generators' states may hold the same words in another order.
+    # (...) -> (n,) -> (bytes,): numpy has no bfloat16, so the digest is of bytes.
     numbers = x.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return f"{x.dtype} {tuple(x.shape)} with {hashlib.blake2b(numbers.data, digest_size=16).hexdigest()}"

@@ -160,6 +160,7 @@ def verify(checkpoint: Path, rank: int, size: int) -> tuple[int, set[str]]:
     Raises: CheckpointDamaged that names the first file that is missing or not what was saved; ValueError for the format
         of another version.
     """
+    # The first rank's list is the one that says how many lists there are.
     first, names = read_digests(checkpoint / FIRST), set[str]()
     check_format({FORMAT: first.format}, "checkpoint")
     if METADATA not in first.files:
@@ -183,6 +184,7 @@ def write_sealed(path: Path, text: str) -> None:
     with new.open("w") as file:
         file.write(f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}\n{text}")
         file.flush()
+        # On disk before the name is: else a machine that loses power may leave the new name with an empty file.
         os.fsync(file.fileno())
     new.replace(path)
 
@@ -289,6 +291,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
             return pathlib.PurePath  # where it was saved, which nobody asks for
+        # By name and before it is imported: to import a module runs it.
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"names {module}.{name}, which metadata do not consist of")
         return _CLASSES[module, name]

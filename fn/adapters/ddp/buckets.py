@@ -36,6 +36,7 @@ def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
         if buckets[-1] and count >= enough and left - count > elements / 8:  # a small rest goes with the one before
             buckets.append([])
             left, count = left - count, 0
+        # Taken from the end, but kept in the order of the model.
         buckets[-1].insert(0, p)
         count += p.numel()
     return buckets

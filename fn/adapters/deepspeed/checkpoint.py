@@ -72,6 +72,7 @@ def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, An
     sizes = [p.numel() for p in params]
     parts: list[dict[str, Any]] = [{} for _ in params]
     for name, value in row.items():
+        # (n,) of the whole group -> (n_i,) -> the shape of each parameter; anything else belongs to all of them.
         flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
         values = value.split(sizes) if flat else [value] * len(params)
         for part, p, piece in zip(parts, params, values, strict=True):

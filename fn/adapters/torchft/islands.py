@@ -269,6 +269,7 @@ class Islands(Optimizer):
             return False
         if staged is not None:
             staged.commit()
+        # Only here: tokens of an exchange that was dropped count in the next one.
         self.unsent = 0.0 if trained else self.unsent
         return True
 
@@ -308,6 +309,7 @@ class Islands(Optimizer):
     def meet(self, *numbers: float) -> list[list[float]]:
         """Return what each island tells. Raises: RuntimeError where an island was lost, so that nobody writes."""
         mine = torch.tensor(numbers or (0,), dtype=torch.float64, device=device_of(self))
+        # (k,) -> (W, k), a row of each island.
         told: list[list[float]] = all_gather(mine, self.islands).tolist()
         return told
 
@@ -386,14 +388,18 @@ class Islands(Optimizer):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # or it would rest here, and move elsewhere
         grads = pieces([p.grad for p in params])
         means = list[tuple[Tensor, Tensor]]()
+        # Sorted: a set has another order in each process, and islands would add messages of different dtypes up.
         for kind in sorted({(g.dtype, g.device) for g in grads}, key=str):
             alike = [g for g in grads if (g.dtype, g.device) == kind]
+            # (...) each -> (n,)
             message = torch.cat([g.reshape(-1) for g in alike])
+            # Zeros, and not 0 times the gradients: where these are NaN so would the mean of all islands be.
             mean = mean_in_place(message.mul_(weight) if weight else torch.zeros_like(message), self.islands)
             means += zip(alike, mean.split([g.numel() for g in alike]), strict=True)
 
         def commit() -> None:
             for g, mean in means:
+                # (n_i,) -> the gradient's shape.
                 g.copy_(mean.view(g.shape))
             self.averaged = True
 
@@ -406,6 +412,7 @@ class Islands(Optimizer):
         """
         behind = [i for i, of in enumerate(words) if of.behind]
         current = [i for i in range(len(words)) if i not in behind] or behind
+        # All islands choose the same one: that of the most steps, and the first of several.
         source = max(current, key=lambda i: (words[i].steps, -i))
         failure, state, takers = None, state_of(self), list[int]()
         try:
@@ -448,6 +455,7 @@ def _transport(group: Any) -> Transport:
         return received
 
     def gather(x: Tensor) -> Tensor:
+        # (...) -> (W, ...); torchft writes into the W views of it.
         rows = x.new_empty((size, *x.shape))
         group.allgather([list(rows.unbind())], [x], AllgatherOptions()).wait()
         return rows
