@@ -1,4 +1,4 @@
-"""What the fields of a state are: a state's class declares it, and `find` finds fields by it, whatever their names.
+"""The roles of a state's fields: its class declares them, and `find` finds fields by them, whatever their names.
 
 A class declares up to four things, each a property: `rank_local` names the fields that differ between ranks;
 `local_params` is True where the params differ, too; `agreed` returns the params that all ranks agree on then; `roles`
@@ -166,7 +166,7 @@ SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned",
 owned: whole on one rank, and without elements on the others; a plan says on which."""
 
 OF_EACH_RANK = frozenset((OWN, ERROR, SHARD))
-"""What every rank has another of, under one path."""
+"""Leaves of which every rank has another one, under one path."""
 
 
 def kinds(states: Tree, mark: str = SAME) -> Tree:

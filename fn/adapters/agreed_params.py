@@ -1,4 +1,4 @@
-"""The params that all ranks agree on, in the place of a rank's own: what one evaluates and exports.
+"""Put the params that all ranks agree on in the place of a rank's own, to evaluate and to export them.
 
 Between exchanges the ranks of local steps stand at params of their own. Which rank's loss is printed, or whose model is
 saved, would then be chance. What they agree on is in the state: the anchor of `fn.outer`, or that of 0/1 Adam.

@@ -112,13 +112,13 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
 
 @cached_plan
 def _like(segments: Segments) -> Tensor:
-    """Return what has the shape of rows of these segments."""
+    """Return a tensor with the shape of rows of these segments, without memory."""
     # On the meta device: only the shape is asked for, and a row may be as long as the model.
     return torch.empty((segments.valid.shape[0], segments.row_length), dtype=torch.float32, device="meta")
 
 
 class BucketPlan(NamedTuple):
-    """What the mean of a bucket needs in every step.
+    """The parts of a bucket's mean that are the same in every step.
 
     errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
     exactly before, a bucket at a time. fused: the codec and its feedback in kernels, None where the codes are not signs

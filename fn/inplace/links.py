@@ -1,4 +1,4 @@
-"""What stands around the moments of a chain: links in front, which run purely, and decays and rates behind."""
+"""The links around the moments of a chain: those in front, which run purely, and decays and rates behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Head(NamedTuple):
     links: Sequence[Link]
 
     def run(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Callable[[], None]]:
-        """Return the updates that the links make, and what writes their new states.
+        """Return the updates that the links make, and a function that writes their new states.
 
         Args: updates, state, params: of the whole chain.
         """

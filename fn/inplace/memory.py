@@ -20,7 +20,7 @@ Tree = Any
 
 
 def written_into(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return what copies the leaves of `new` into those of `old`.
+    """Return a function that copies the leaves of `new` into those of `old`.
 
     A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now: what is
     written first would change it.
@@ -62,7 +62,7 @@ def copy_into(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def successor(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
+    """Return a function that gives the tensors of a state the memory of those of the next one.
 
     Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
     """
@@ -103,7 +103,7 @@ def _at_least_1d(x: Tensor) -> Tensor:
 
 
 def memory_of(x: Tensor) -> int:
-    """Return what tensors in the same memory have in common."""
+    """Return an identifier that tensors in the same memory share."""
     memory: int = x.untyped_storage()._cdata if is_concrete(x) else id(x)
     return memory
 
@@ -116,7 +116,7 @@ def _memories(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
-    """Return what tells whether something lies in the memory of one of these leaves.
+    """Return a function that tells whether its argument lies in the memory of one of these leaves.
 
     While a compiler traces, for which memory is no constant: whether it is one of them.
     """

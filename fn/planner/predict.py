@@ -14,10 +14,10 @@ from fn.planner.network import Network, duration
 from fn.planner.units import show_seconds
 
 FORWARD = 1 / 3
-"""The part of the computation that is over before the first gradient is ready."""
+"""The part of the computation before the first gradient is ready."""
 
 WORTH = 0.05
-"""What a compressed method must save, of the step of the best uncompressed one, to pay."""
+"""The part of the best uncompressed step that a compressed method must save to pay."""
 
 
 class Prediction(NamedTuple):

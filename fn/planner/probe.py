@@ -1,4 +1,4 @@
-"""What a few steps of a user's own script need: its parameters, and the seconds of a step without communication.
+"""Measure a few steps of a user's own script: its parameters, and the seconds of a step without communication.
 
 The script is run as it stands. torch calls hooks before and behind every step of every optimizer, so nothing is guessed
 from names: what has a gradient when an optimizer steps is a parameter, and a step lasts from the end of one step of the
@@ -44,7 +44,7 @@ WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 
 
 
 class Probed(NamedTuple):
-    """What a script's steps need.
+    """The findings about a script's steps.
 
     model: the shapes of its parameters, and the bytes of an element of most of their gradients. dtypes: of the
     gradients. optimizers: the names of their classes. device: of the parameters. whole: seconds of each step as it is.
@@ -121,7 +121,7 @@ def _too_short(script: str, count: int, steps: int) -> str:
 
 
 class _Seen:
-    """What the hooks see of the optimizers' steps."""
+    """The state of the hooks on the optimizers' steps."""
 
     def __init__(self, steps: int, measure: Callable[[torch.device], Any]) -> None:
         self.steps, self.looked_at, self.measure = steps, (steps + 1) // 2, measure

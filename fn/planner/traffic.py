@@ -1,4 +1,4 @@
-"""What a step of each method sends: the collectives with their bytes, exactly as the ledger counts them.
+"""The messages of a step of each method: collectives with their bytes, exactly as the ledger counts them.
 
 A codec's bytes are those of the payload that it makes of one row of zeros; everything else is a product of shapes and
 ranks. So 10^5 ranks cost no more than two.
@@ -31,7 +31,7 @@ MIN_RATE = 2
 """PowerSGD sends a matrix as it is unless its factors are this many times smaller."""
 
 EXACTLY = identity()
-"""One object, so that what is known of it is found again."""
+"""One object, so that caches find its sizes again."""
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 

@@ -34,7 +34,7 @@ Tree = Any
 logger = logging.getLogger("fn")
 
 EACH = "each rank's "
-"""How the keys of rows begin, one of every rank that saved."""
+"""The beginning of the keys of rows, one of every rank that saved."""
 
 
 def world() -> tuple[int, int]:
@@ -130,7 +130,7 @@ def _has_no_mean(key: str, dtype: torch.dtype) -> bool:
 
 
 def read(filled: Mapping[str, Tensor], old: int) -> dict[str, Any]:
-    """Return what was read, by the keys of `everything`; what is each rank's own as `Rows`."""
+    """Return the tensors that were read, by the keys of `everything`; those of each rank alone as `Rows`."""
     rank, size = world()
     first = min(rank * -(-old // size), old)  # as `Shard` divides them
     found: dict[str, Any] = {}

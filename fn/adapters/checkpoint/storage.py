@@ -6,7 +6,7 @@
 
 A folder is one job's: two that save at once would clear away each other's unfinished files. A process that is killed at
 any moment leaves the old checkpoint or the new one. A file that was cut short or changed is refused before anything is
-read from it. What carries no digests of ours is never touched.
+read from it. Folders without digests of ours are never touched.
 
 torch pickles the metadata of a checkpoint, and its own reader unpickles whatever is there, and what is marked as bytes
 again. `Reader` makes only the classes that metadata consist of, refuses every other name, and takes tensors only, out
@@ -43,7 +43,7 @@ FIRST = f"{DIGESTS}-0"
 
 
 class Digests(NamedTuple):
-    """What a rank says of the files that it wrote.
+    """The digests of the files that a rank wrote.
 
     world: how many ranks wrote. sequence: of this checkpoint among those of the folder, as they were saved. files:
     name -> digest. format: of what is in them; None in those of fn 0.3 and before.
@@ -108,7 +108,7 @@ def check_seen(folder: Path, names: Names, rank: int) -> None:
 
 
 def seal(folder: Path, names: Names, rank: int, world: int) -> None:
-    """Write down the digests of the files that this rank wrote; the first rank also those that belong to nobody."""
+    """Write the digests of the files that this rank wrote; the first rank also those of files that name no rank."""
     writing = folder / names.writing
     there = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
     mine = [n for n in there if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
@@ -242,7 +242,7 @@ def _ours(folder: Path, pattern: str) -> dict[Path, int]:
 
 
 def _remove(ours: Path) -> None:
-    """Remove a checkpoint; what says that it is ours goes last, so that the next save goes on where this one ended."""
+    """Remove a checkpoint. Its first digests go last, so that the next save still knows the rest of it for ours."""
     for path in ours.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

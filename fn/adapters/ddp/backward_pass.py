@@ -1,4 +1,4 @@
-"""What is sent behind a backward pass, bucket by bucket, for overlapped steps and averaged gradients.
+"""Messages behind a backward pass, bucket by bucket, for overlapped steps and averaged gradients.
 
 DDP reports gradients in buckets that it rearranges after the first pass. What travels together here is fixed instead,
 so that errors belong to parameters and outlive any rearrangement. In the order of a pass:
@@ -137,7 +137,7 @@ class Threads:
 
 
 class BackwardPass:
-    """What one backward pass has sent, and is still to send.
+    """The messages of one backward pass: those that were sent, and those that are still to come.
 
     Args: job_of: (bucket, its gradients) -> the job that sends them, made when the bucket leaves.
     """

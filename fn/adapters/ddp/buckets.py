@@ -15,7 +15,7 @@ BUCKET = 3 << 20
 """Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
 
 BUCKET_OF_ACCELERATOR = 64 << 20
-"""And on an accelerator, where a message costs launches and a fast network carries it before more would be ready."""
+"""The same on an accelerator: a message costs launches, and a fast network carries it before more is ready."""
 
 SHARE = 0.25
 """The part that a bucket takes of what is left: while its codes are on the wire the next bucket is computed."""

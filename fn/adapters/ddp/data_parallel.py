@@ -47,10 +47,10 @@ from fn.schedules import Schedule
 from fn.transforms.average import average as exact_average
 
 AXIS = "data"
-"""What the ranks of a model are called here."""
+"""The name of the axis of a model's ranks."""
 
 THREADS = 3
-"""That communicate behind a backward pass over gloo: while some wait for the wire, another encodes."""
+"""Threads that communicate behind a backward pass over gloo: while some wait for the wire, another encodes."""
 
 LEAST_WIRE_SECONDS = 0.03
 """Below this time on the wire hiding it costs as much as it saves, where a rank has a single core."""

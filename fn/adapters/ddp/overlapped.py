@@ -67,7 +67,7 @@ class Overlap:
         self.is_paused = False
         self._phase, self._pass = Phase.LOCAL, None
         self._scaling: tuple[Any, Any] = None, None
-        """What the gradients that leave are scaled by, and whether an Inf was found in them."""
+        """The loss scale of the gradients that leave, and whether an Inf was found in them."""
 
     _pass: BackwardPass | None
     """The backward pass whose gradients are sent as they arrive; None where they are left to the step."""
@@ -210,7 +210,7 @@ SAMPLES = 64
 
 
 class Changes:
-    """Tells a step what is different from what its backward pass was run with, and from what that has left.
+    """Tells a step whether settings, or gradients, have changed since its backward pass.
 
     Args: optimizer: whose step it is.
     """

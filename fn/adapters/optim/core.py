@@ -4,8 +4,8 @@
     exchange                behind the local step of a round: difference, mean, outer step
     land                    a mean that travelled while local steps went on is written
 
-Who adds to a step overrides `gradients` (unscaling, clipping) or `exchange` (a quorum), or watches it through torch's
-own hooks, `register_step_pre_hook` and `register_step_post_hook`.
+A subclass that adds to a step overrides `gradients` (unscaling, clipping) or `exchange` (a quorum). Watchers use
+torch's own hooks, `register_step_pre_hook` and `register_step_post_hook`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ logger = logging.getLogger("fn")
 
 @dataclass(eq=False)
 class Unit:
-    """What is staged as one.
+    """Param groups that are staged together.
 
     transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
-    learning rates, 0-d, which are filled in place. hyper: what else it was made of. spans: whether its trees are tuples
-    of lists, one for each group, or the list of a single one. state: live buffers.
+    learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
+    tuples of lists, one for each group, or the list of a single one. state: live buffers.
     """
 
     transform: Transform
@@ -62,7 +62,7 @@ class Unit:
 
     @property
     def params(self) -> Tree:
-        """Return what the transform steps: of a DTensor this rank's piece."""
+        """Return the tensors that the transform steps: of a DTensor this rank's piece."""
         return self.of([pieces(group["params"]) for group in self.groups])
 
     def of(self, lists: Sequence[list[Tensor]]) -> Tree:
@@ -73,8 +73,8 @@ class Unit:
 class Flight(NamedTuple):
     """A mean on its way.
 
-    number: of its exchange. changed: what it changes, {place among the leaves of all states: tensor}, once `wait` has
-    waited for it.
+    number: of its exchange. changed: the leaves that it changes, {place among the leaves of all states: new tensor}; to be
+    read when `wait` has waited for it.
     """
 
     number: int
@@ -88,8 +88,8 @@ class Core(torch.optim.Optimizer):
     Args:
         params, defaults: as `torch.optim.Optimizer` takes them.
         schedule: step -> Phase or Round.
-        binding, axes: what is bound in a step, and over which of these axes the transforms communicate.
-        max_norm: what `gradients` clips by.
+        binding: the axes that are bound in a step. axes: those of them over which the transforms communicate.
+        max_norm: the norm to which `gradients` clips; None: it does not.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler then always calls step, also on the rank that saw an Inf
@@ -149,7 +149,7 @@ class Core(torch.optim.Optimizer):
         """Take over what was written into the param groups since the last step."""
 
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
-        """Raise what a step would raise if a param group of a unit held these entries."""
+        """Raise the error that a step would raise if a param group of a unit held these entries."""
 
     def gradients(self, phase: Phase | Round) -> Grads:
         """Return the gradients of a step, per param group: zeros where there is none."""
@@ -166,11 +166,11 @@ class Core(torch.optim.Optimizer):
         stage_exchange(self, round_).commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return what raises if they are in another one."""
+        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
         return nothing
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what a step leaves as it is, each with a copy of its numbers."""
+        """Return the tensors that a step must not change, each with a copy of its numbers."""
         return []
 
     @property
@@ -196,7 +196,7 @@ class Core(torch.optim.Optimizer):
 
     @property
     def wires(self) -> dict[str, str]:
-        """Return the axes of several ranks, each with what its messages travel over."""
+        """Return {axis: transport of its messages} of the axes with several ranks."""
         shards = (axis for unit in self.units for axis in facts_of(unit.transform).shards)
         bound = {axis: self.binding.axes[axis] for axis in (*self.axes, *shards) if axis in self.binding.axes}
         return {axis: of.transport for axis, of in bound.items() if of.size > 1}
@@ -237,7 +237,7 @@ class Core(torch.optim.Optimizer):
 
 
 LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
-"""What an exchange leaves that fails."""
+"""How a failed exchange leaves parameters and state."""
 
 TORN = (
     "an exception came while parameters and state were written, so that they may be half of one step and half of the "
@@ -427,7 +427,7 @@ def each(core: Core, part: str, number: int, states: list[Tree], params: list[Tr
 def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor]) -> Flight:
     """Begin a mean that travels while local steps go on. It is shown no params, which these steps write meanwhile.
 
-    It is made from the states of now and from what the means before it change, such as residual errors.
+    It starts from the present states and from what earlier means change in them, such as residual errors.
     """
     # A copy and a number, not the optimizer's: the job may run while the training changes both.
     earlier, steps, device = [*core.flights], core.steps, device_of(core)
@@ -473,8 +473,9 @@ def arrived(core: Core, number: int) -> dict[int, Tensor]:
 
 
 def land(core: Core) -> None:
-    """Wait for the means that are on their way, and write what they changed: who reads states needs it. Raises: as
-    `arrived`.
+    """Wait for the means that are on their way, and write what they changed, before somebody reads the states.
+
+    Raises: as `arrived`.
     """
     while core.flights:
         changed = arrived(core, core.flights[0].number)
@@ -497,7 +498,7 @@ def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
 
 
 def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Callable[[], None]:
-    """Return what writes new params into the params, rounded to their dtype. state: is written before."""
+    """Return a function that writes new params into the params, rounded to their dtype. state: is written before."""
     olds, news = leaves(params), leaves(new)
     if [x.shape for x in news] != [p.shape for p in olds]:
         wanted = f"params of the shapes {[tuple(p.shape) for p in olds]}"
@@ -509,7 +510,7 @@ def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Ca
 
 
 def check_shapes(moves: Tree, params: Tree) -> None:
-    """Refuse what adding to the params would broadcast, with a ValueError that names the first."""
+    """Refuse updates that adding to the params would broadcast, with a ValueError that names the first."""
     shapes, wanted = [x.shape for x in tree.leaves(moves)], [p.shape for p in tree.leaves(params)]
     if len(shapes) != len(wanted):
         raise ValueError(expected("updates", f"{len(wanted)}, one for each parameter", f"{len(shapes)}"))

@@ -158,11 +158,11 @@ class Optimizer(Core):
         return Unit(transform, [group], [rate], self.made_of([group]))
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the transform of a unit of param groups is made of, the learning rates aside."""
+        """Return the hyper-parameters that the transform of a unit is made with, but for the learning rates."""
         return groups.hyper_parameters(given[0], self.make)
 
     def made(self, given: list[dict[str, Any]], rates: list[Tensor]) -> Transform:
-        """Return what `make` makes for a unit of one param group, guarded; it is told of shards if it takes that."""
+        """Return the guarded transform that `make` makes for one param group; it is given `shards` if it takes them."""
         (group,), (rate,) = given, rates
         argument, more = groups.signature_of(self.make).get("shards"), {}
         division = division_of(group["params"]) if argument is not None and argument.default is None else None
@@ -201,7 +201,7 @@ class Optimizer(Core):
                 self.updates.clear()
 
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
-        """Raise what a step would raise if a param group of a unit held these entries."""
+        """Raise the error that a step would raise if a param group of a unit held these entries."""
         self.made([group], unit.rates[:1])
 
     def gradients(self, phase: Phase | Round) -> Grads:
@@ -235,12 +235,12 @@ class Optimizer(Core):
         stage_exchange(self, round_).commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return what raises if they are in another one."""
+        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
         axes = tuple(axis for axis in self.axes if axis not in inside_of(self))
         return agree.announced(axes, number, steps, device_of(self))
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what a step leaves as it is: params that rest, and the copies that a state keeps of them."""
+        """Return the tensors that a step must not change: params that rest, and the copies of them in a state."""
         alone, kept = not self.wires and all(axis_size(axis) == 1 for axis in self.axes), []  # as bound now
         for unit in self.units:
             members = [p for group in unit.groups for p in group["params"]]
@@ -305,7 +305,7 @@ class Optimizer(Core):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: not what closes over this one's learning rates, nor its hooks."""
+        """Return the attributes that a copy needs: none that hold on to this one's learning rates, nor its hooks."""
         land(self)
         of_this_one = {"step", "updates", "staged", "flights", "background", "ahead"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}

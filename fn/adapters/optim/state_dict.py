@@ -1,7 +1,7 @@
 """An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts.
 
-The path of what is one rank's own, such as residual errors and shards, names the rank. Loading checks everything first,
-and then writes.
+The path of a tensor of one rank alone, such as residual errors and shards, names the rank. Loading checks everything
+first, and then writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
 """The path of what is one rank's own. `torch.distributed.checkpoint` writes once what several ranks call alike."""
 
 SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
-"""What to say of a path that belongs to a param group."""
+"""The hint in messages about paths that belong to a param group."""
 
 KEEP_ALL = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
 
@@ -173,7 +173,7 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
 
 
 def owned_elsewhere(core: Core) -> set[str]:
-    """Return the paths of what other ranks own. It has no elements here; an error in codes has an age beside them."""
+    """Return the paths of tensors that other ranks own: empty ones, and the age beside an error in empty codes."""
     errors = {id(x) for x in roles.find(core.states, "errors")}  # of these a rank has a tuple with one for each tensor
     owned = roles.find(core.states, "owned")
     entries = [tree.leaves(entry) for x in owned for entry in (x if id(x) in errors else tree.leaves(x))]
@@ -182,9 +182,9 @@ def owned_elsewhere(core: Core) -> set[str]:
 
 
 def divided(core: Core) -> dict[str, DTensor]:
-    """Return {path: the DTensor that it is divided like} of what is in the state as a parameter is, of momenta say.
+    """Return {path: the DTensor that it is divided like} of those leaves of the state, such as momenta, that are.
 
-    Which leaf belongs to which parameter an init tells of stand-ins, no two of which have the same shape.
+    To find the parameter of a leaf, init makes a state of stand-ins, no two of which have the same shape.
     """
     found, marks = dict[str, DTensor](), marks_of(core)
     one = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
@@ -208,7 +208,7 @@ def divided(core: Core) -> dict[str, DTensor]:
 
 
 def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None:
-    """Refuse what this version has not saved with a ValueError that says so."""
+    """Refuse a state in another format than this version's with a ValueError that says so."""
     if {"state", "param_groups"} <= saved.keys():
         cure = "start anew, with a warm-up in which the moments build up again, or take them over by from_adamw"
         wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"

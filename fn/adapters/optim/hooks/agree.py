@@ -1,4 +1,4 @@
-"""What ranks compare: what an optimizer is made of and starts from, and which exchange they are in."""
+"""Comparisons between ranks: of settings, of the numbers that a run starts from, and of the exchange that follows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compare_on_axes(
 
 
 def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, object]) -> None:
-    """Compare what transforms do not know: ranks with other phases, groups or names would wait for one another.
+    """Compare settings that transforms do not know: ranks with other phases, groups or names would wait for each other.
 
     Args: params: what a `torch.optim.Optimizer` was given, as a list. others: more that must agree.
     Raises: `RanksDisagree`, on every rank.
@@ -124,7 +124,7 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
 
 
 def _settings(hyper: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a param group was made of, as text."""
+    """Yield the names and texts of the hyper-parameters of a param group."""
     for name, value in hyper.items():
         for part, text in describe(value).items():
             inner = part.partition(".")[2]
@@ -177,9 +177,9 @@ def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dic
 
 
 def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.device) -> Callable[[], None]:
-    """Tell the other ranks which exchange follows; return what waits for what they say, and compares.
+    """Tell the other ranks which exchange follows; return a function that waits for theirs, and compares.
 
-    What travels says nothing of what it is: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
+    A message does not name its content: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
     a mean of two fragments of one size would be taken for one of each.
 
     Inside of `fn.kernels.flags.assumed` an accelerator is not waited for: whether all say the same is one of these

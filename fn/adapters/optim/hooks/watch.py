@@ -1,4 +1,4 @@
-"""Warn about what runs but does not do what was meant: configurations, missing gradients, jumps, skips in a row.
+"""Warnings of runs that do not do what was meant: by configurations, missing gradients, jumps, skips in a row.
 
 The ranks skip together and know how many times, so that they can tell each other what they see when it is time for a
 warning. Steps that are taken, and the first that are skipped, send nothing for it.
@@ -51,14 +51,14 @@ LOOK = 16
 """Local steps between two looks at how many of them were left out, at most."""
 
 SHRINKS = "weight decay, if there is any, shrinks them all the same"
-"""What becomes of parameters whose second moment is 0 and frozen."""
+"""How parameters move whose second moment is 0 and frozen."""
 
 NAMED = 4
 """Ranks, or parameters, that a warning names."""
 
 
 def at_start(core: Any, given: bool) -> None:
-    """Warn of what does not compress, send or warm up, and watch from now on.
+    """Warn of settings that do not compress, send or warm up, and watch the steps from now on.
 
     Args: given: whether there is a schedule.
     """
@@ -87,26 +87,26 @@ def at_start(core: Any, given: bool) -> None:
 
 
 def register(core: Core) -> None:
-    """Hang what watches on a step; a copy of an optimizer gets its own."""
+    """Register the hooks that watch steps; a copy of an optimizer gets its own."""
     watch = _Watch()
     core.register_step_post_hook(lambda opt, args, kwargs: watch.after(opt))
     core.register_load_state_dict_post_hook(lambda opt: watch.start_anew(core))
 
 
 class _Watch:
-    """What is remembered from step to step of what there is to warn of."""
+    """The counts and flags that warnings need from step to step."""
 
     def __init__(self) -> None:
         self.is_first, self.has_jumped = True, False
         self.without: list[tuple[int, int]] = []  # (unit, parameter) that had no gradient up to now
-        self.looked_at: set[Phase] = set()  # phases whose tensors fit their kernels, or it was said that they do not
+        self.looked_at: set[Phase] = set()  # phases whose tensors were compared with what their kernels take
         self.skipped_in_a_row = 0
         self.left_out_in_a_row: dict[int, int] = {}
         self.outliers_in_a_row: dict[tuple[int, int], int] = {}
         self.left_out = self.unseen = self.dropped = self.dropped_in_a_row = 0
 
     def after(self, core: Core) -> None:
-        """Look at what a step has left."""
+        """Look for reasons to warn behind a step."""
         phase, moved = core.now, core.moved
         if self.is_first or self.without:
             self.watch_missing(core)
