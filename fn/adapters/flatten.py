@@ -211,7 +211,6 @@ class FlatParameters:
         for i, p in enumerate(self._params):
             if p.requires_grad:
                 key = (p.dtype, p.device)
-                # Rounded up to a multiple of `align`.
                 start = -(-sizes.get(key, 0) // align) * align
                 self._gradient_views[i] = View(p.shape, _strides_alone(p), start)  # as autograd wants them
                 sizes[key] = start + p.numel()

@@ -73,8 +73,8 @@ class Unit:
 class Flight(NamedTuple):
     """A mean on its way.
 
-    number: of its exchange. changed: the leaves that it changes, {place among the leaves of all states: new tensor}; to be
-    read when `wait` has waited for it.
+    number: of its exchange. changed: the leaves that it changes, {place among the leaves of all states: new tensor};
+    read it when `wait` has waited for it.
     """
 
     number: int

@@ -51,7 +51,7 @@ def flat_state(core: Core) -> dict[str, Tensor]:
     flat = {FORMAT: _int64(VERSION), "steps": _int64(core.steps)}
     for g, (group, _) in enumerate(_of_groups(core)):
         flat |= {f"groups.{g}.{name}": x for name, x in numbers_of(group).items()}
-        # As bytes (n,), a name a line: what loaders accept are tensors only.
+        # As bytes (n,), a line for each name: a flat state has tensors only.
         if names := group.get("param_names"):
             flat[f"groups.{g}.names"] = torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8, device="cpu")
     # What is compared in a load is copied, for some loaders write into the tensors that they are given.
@@ -122,7 +122,7 @@ def restore(
         check_foreign(core, who)
     check_fits(live, mine)
     check_shards(core, live, mine)
-    # Before the first write, too: it makes the transforms once, and raises for numbers that these refuse.
+    # Before the first write, too: it tries these numbers on the transforms, which may refuse them.
     entries = [entries_of(core, g, mine) for g in range(len(core.param_groups))]
     what = ["its own errors, what compression had not delivered yet, are lost and start from zero"] if lost else []
     what += [f"what is each rank's own within a round, its moments say, is that of rank {by[0]}"] if of_other else []
