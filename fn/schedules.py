@@ -40,7 +40,7 @@ def _whole(argument: str, value: Any, least: int) -> int:
 
 @dataclass(frozen=True)
 class FreezeAfter:
-    """What `freeze_after` returns: a function that can be pickled. steps: of the warm-up."""
+    """The schedule of `freeze_after`: a function that can be pickled. steps: of the warm-up."""
 
     steps: int
 
@@ -121,7 +121,7 @@ def zero_one_schedule(
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """What `zero_one_schedule` returns: a function that can be pickled. Its fields are the arguments of that."""
+    """The schedule of `zero_one_schedule`: a function that can be pickled. Its fields are the arguments of that."""
 
     var_freeze_step: int
     var_update_scaler: int
@@ -184,7 +184,7 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
 
 @dataclass(frozen=True)
 class Every:
-    """What `every` returns: a function that can be pickled. Its fields are the arguments of that."""
+    """The schedule of `every`: a function that can be pickled. Its fields are the arguments of that."""
 
     h: int
     fragments: int
@@ -204,7 +204,7 @@ class Every:
         return Round(self._exchange(number) if begins else None, self._exchange(number - rounds) if ends else None)
 
     def _exchange(self, number: int) -> int:
-        """Return what a `Round` calls the exchange of a round."""
+        """Return the number of a round's exchange in its `Round`."""
         turn, fragment = divmod(number, self.fragments)
         return fragment if self.delay < self.h else 2 * fragment + turn % 2
 
@@ -233,7 +233,7 @@ def periods(params: int, first_moment: int, second_moment: int, *, start: int = 
 
 @dataclass(frozen=True)
 class Periods:
-    """What `periods` returns: a function that can be pickled. Its fields are the arguments of that."""
+    """The schedule of `periods`: a function that can be pickled. Its fields are the arguments of that."""
 
     params: int
     first_moment: int
@@ -265,7 +265,7 @@ def periodic(period: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Periodic:
-    """What `periodic` returns: a function that can be pickled. period: as its argument."""
+    """The schedule of `periodic`: a function that can be pickled. period: as its argument."""
 
     period: int
 

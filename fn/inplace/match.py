@@ -174,7 +174,7 @@ def explain(transform: Transform) -> str:
 
 
 def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
-    """Return what about the tensors of a param group keeps its steps from kernels, and what would help; "" if nothing.
+    """Return why kernels do not take the tensors of a param group, and the cure; "" if they take them.
 
     Args: params, grads: as many.
     """

@@ -69,7 +69,7 @@ class InPlace(NamedTuple):
     stage: Callable[[Tree, Tree, Tree], Staged | None]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what the pure update returns."""
+        """Return the result of the pure update."""
         return self.pure(updates, state, params)
 
 

@@ -199,7 +199,7 @@ def nowhere(axis: str, ranks: int) -> Binding:
     """Return a binding in which an axis has `ranks` ranks, and its messages cost nothing and come back."""
     transport = transports.Transport(
         all_to_all=lambda x: x,
-        # (...) -> (W, ...), copied: receivers write into what they get, as from a real transport.
+        # (...) -> (W, ...), copied: rows that a transport returns have memory of their own.
         all_gather=lambda x: x.expand(ranks, *x.shape).contiguous(),
         psum=lambda x: x * ranks,
     )

@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a link costs: `cost` in general, `measured` for the collectives that were measured on it."""
+    """The costs of a link: `cost` in general, `measured` for the collectives that were measured on it."""
 
     cost: Cost
     measured: Mapping[str, Cost] = MappingProxyType({})

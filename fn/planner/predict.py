@@ -106,7 +106,7 @@ def _times(parts: Parts, net: Network) -> list[tuple[float, float]]:
 
 
 def _behind_backward(parts: Sequence[tuple[float, float]], compute: float) -> float:
-    """Return what the backward pass does not hide of parts (fraction of the gradients, seconds)."""
+    """Return the seconds of parts (fraction of the gradients, seconds) that the backward pass does not hide."""
     if not any(time for _, time in parts):  # sums of fractions are not quite 1, by which nothing shall be ranked
         return 0.0
     free, done = FORWARD * compute, 0.0  # free: when the link has sent what came before

@@ -194,7 +194,7 @@ class _Seen:
             delattr(DistributedDataParallel, SYNCHRONISES)
 
     def probed(self) -> tuple[Probed, Any]:
-        """Return what was seen; the step that was looked at counts for nothing, nor does the first one."""
+        """Return the findings; neither the first step counts nor the one that the profiler watched."""
         if not self.params:
             raise ValueError("--probe: nothing had a gradient when the optimizer stepped; give a script that trains")
         # From one end to the next, so that what the script does between steps is in it.

@@ -101,7 +101,7 @@ def model(params: int, tensors: int = 150, width: int = 4) -> Model:
 
 @cache
 def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> list[Model]:
-    """Return what DDP sends together: parameters from the last to the first, a bucket closed when it is full."""
+    """Return the buckets of DDP: parameters from the last to the first, a bucket closed when it is full."""
     full: list[Model] = []
     inside: list[tuple[Shape, int]] = []
     size = 0
@@ -185,7 +185,7 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
 
 
 def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
-    """Return what `fn.owned` sends in the mean over the ranks: gradients to owners, updates back, float32 at least."""
+    """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least."""
 
     def message(collective: str, codec: Codec, width: int) -> list[Message]:
         sizes = {n: _piece_bytes(codec, _padded({n: 1}, 1, codec.align), _DTYPES[width]) for n in shapes.lengths}
@@ -198,7 +198,7 @@ def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXA
 def apart(
     shapes: Model, ranks: Ranks, hidden: Callable[..., list[Message]], other: Callable[..., list[Message]]
 ) -> list[Message]:
-    """Return what is sent of matrices, and behind it what is sent of the others.
+    """Return the messages of matrices, and behind them those of the other tensors.
 
     Args: hidden, other: (model, ranks) -> messages.
     """
@@ -379,7 +379,7 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
 def in_tiles(
     shapes: Model, ranks: Ranks, tile: int, codec_of: Callable[[int], Codec], *, squares: bool = False
 ) -> list[Message]:
-    """Return what `fn.in_basis` sends in `fn.dct(tile)` without servers, a message for each length of chunks.
+    """Return the messages of `fn.in_basis` in `fn.dct(tile)` without servers, a message for each length of chunks.
 
     Args: codec_of: the length of a chunk -> its codec. squares: in `fn.tiles(tile)`, which cuts matrices.
     """
@@ -399,7 +399,7 @@ def chunks(sides: Shape, tile: int) -> list[tuple[int, int]]:
 
 
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
-    """Return what DeepSpeed sends: tensor by tensor, bits and scales apart, four collectives each."""
+    """Return the messages of DeepSpeed: tensor by tensor, bits and scales apart, four collectives each."""
     messages = []
     for n in shapes.lengths.elements():
         bits = (ranks - 1) * -(-n // (ranks * 8))

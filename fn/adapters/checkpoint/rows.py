@@ -73,7 +73,7 @@ def own_keys(core: Core) -> set[str]:
 
 
 class Snapshot(NamedTuple):
-    """What is saved: copies on the CPU.
+    """The contents of a checkpoint: copies on the CPU.
 
     own: keys of one rank's own. owned: keys of what one rank saves for all, the one that owns it. steps: that the
     optimizer has taken. device: of the parameters. mesh: of all ranks; None for a process that is alone.
@@ -87,7 +87,7 @@ class Snapshot(NamedTuple):
     mesh: DeviceMesh | None
 
     def rows(self, differing: set[str]) -> dict[str, Tensor]:
-        """Return what to save, with this rank's row of all that is each rank's own. differing: keys of others."""
+        """Return the tensors to save, with this rank's row of all that differs. differing: more keys that do."""
         own = self.own | differing
         return {EACH + k if k in own else k: self._row(x) if k in own else x for k, x in self.tensors.items()}
 

@@ -199,7 +199,7 @@ def read_sealed(path: Path) -> str:
 
 
 def read_digests(path: Path) -> Digests:
-    """Return what a rank says of its files. Raises: CheckpointDamaged if that is not what `seal` writes."""
+    """Return the digests of a rank's files. Raises: CheckpointDamaged if that is not what `seal` writes."""
     digests = _digests(read_sealed(path))
     if digests is None:
         raise damaged(path, "has the digest that it should, but is no list of digests")
@@ -207,7 +207,7 @@ def read_digests(path: Path) -> Digests:
 
 
 def _digests(text: str) -> Digests | None:
-    """Return what a list of digests says; None if it is none."""
+    """Return the digests in a text; None if it has none."""
     try:
         fields = json.loads(text)
         digests = Digests(fields["world"], fields.get("sequence", 0), fields["files"], fields.get("format"))
@@ -257,7 +257,7 @@ def _check_is_file(path: Path) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointDamaged:
-    """Return what to raise for a file of a checkpoint; it names the other checkpoints in the folder."""
+    """Return the error for a file of a checkpoint; it names the other checkpoints in the folder."""
     checkpoint = path if path.name == LATEST else path.parent
     others = sorted(p.name for p in _ours(checkpoint.parent, "step-*") if p != checkpoint)
     instead = f"; others in this folder are {', '.join(others)}" if others else ""

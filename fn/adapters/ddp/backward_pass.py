@@ -211,7 +211,7 @@ class BackwardPass:
 
 
 class Sender(Protocol):
-    """What runs behind a model: `overlapped.Overlap` or `gradient_averaging.GradientAverage`."""
+    """The sender behind a model: `overlapped.Overlap` or `gradient_averaging.GradientAverage`."""
 
     is_paused: bool
     """Whether backward passes only add to the gradients for now."""

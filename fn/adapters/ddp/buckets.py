@@ -71,7 +71,7 @@ def bucketed(params: Iterable[Any], elements: int | None = None) -> list[dict[st
 
 
 def _buckets(params: Any, elements: int | None) -> list[list[Any]]:
-    """Return what `split` makes of tensors or (name, tensor), the names kept."""
+    """Return the buckets of `split` for tensors or pairs (name, tensor), with the names."""
     entries = [params] if isinstance(params, Tensor) else list(params)
     tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
     for entry, p in zip(entries, tensors, strict=True):

@@ -297,7 +297,7 @@ def average_gradients(
 
 
 def _uncompiled(model: Any) -> Any:
-    """Return what `torch.compile` was given, if the model is what it returned; trainers hand that out."""
+    """Return the module that `torch.compile` has wrapped, as trainers do; another model as it is."""
     return getattr(model, "_orig_mod", model)
 
 

@@ -103,7 +103,7 @@ class GradientAverage:
             warnings.warn(text, stacklevel=2)
 
     def _job_of(self, update: UpdateFn, scale: float | None, bucket: int, grads: list[Tensor]) -> Any:
-        """Return what averages a bucket, writes the means into its gradients, and returns (finite, new state)."""
+        """Return a function that averages a bucket into its gradients, and returns (finite, new state)."""
 
         def average() -> tuple[bool, Tree]:
             params = [p.detach() for p in self._buckets[bucket]]

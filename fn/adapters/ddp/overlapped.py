@@ -35,7 +35,7 @@ logger = logging.getLogger("fn")
 
 
 class Overlap:
-    """What runs behind the backward passes of one model for one optimizer. Made by `fn.adapters.ddp.overlap`.
+    """The communication behind the backward passes of one model for one optimizer. Made by `fn.adapters.ddp.overlap`.
 
     Args:
         params: of the model, in its order. optimizer: whose steps are taken ahead; a unit, a param group, travels at a
@@ -63,7 +63,7 @@ class Overlap:
         self._axis = next(iter(bindings[0].axes))
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
-        """What a rank sends in a step of each phase, once one has been taken ahead; of ranks that differ, the most."""
+        """Bytes that a rank sends in a step of each phase, once one was overlapped; of ranks that differ, the most."""
         self.is_paused = False
         self._phase, self._pass = Phase.LOCAL, None
         self._scaling: tuple[Any, Any] = None, None
@@ -137,7 +137,7 @@ class Overlap:
         self._phase, self._scaling = Phase.LOCAL, (None, None)
 
     def _job_of(self, unit: int, grads: list[Tensor]) -> Callable[[], Staged]:
-        """Return what stages the step of a unit."""
+        """Return a function that stages the step of a unit."""
         core, phase, scaling = self._optimizer, self._phase, self._scaling
 
         def stage() -> Staged:

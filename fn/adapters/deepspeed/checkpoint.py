@@ -49,7 +49,7 @@ def load_checkpoint(states: Tree, groups: Groups, checkpoint: Mapping[str, Any])
 
 
 def _rows(groups: Groups, checkpoint: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """Return what is saved for every parameter, a list per group; raise as `load_checkpoint` does."""
+    """Return the saved state of every parameter, a list per group; raise as `load_checkpoint` does."""
     saved = checkpoint["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(f"checkpoint: has {len(saved)} param groups; this optimizer has {len(groups)}")

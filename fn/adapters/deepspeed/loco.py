@@ -33,7 +33,7 @@ from fn.errors import expected
 
 
 class LocoErrors(NamedTuple):
-    """What `loco_quant_reduce` keeps of each tensor, empty where none is quantised, and the counter that all share.
+    """The errors that `loco_quant_reduce` keeps of each tensor, empty for an exact one, and the counter of all.
 
     intra: of the stage within the node, (numel,) in the tensor's own order. inter: of the stage across nodes, (numel /
     L,), parts n L + l for n = 0 .. N - 1. counter: reductions since the last reset, 0-d int64, the same on every rank.
@@ -50,7 +50,7 @@ class LocoErrors(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What one rank sends in a stage, in the order of sending, and the error that it keeps.
+    """The message of one rank in a stage, in the order of sending, and the error that it keeps.
 
     codes: uint8, two to a byte. scales: float32, of each group. kept: the error before it is stored in 8 bits, in the
     dtype of the tensor. stored: the same in 8 bits.

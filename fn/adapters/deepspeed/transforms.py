@@ -69,7 +69,7 @@ Tree = Any
 
 
 class ParamGroup(NamedTuple):
-    """What a param group says.
+    """The settings of a param group.
 
     lr: 0-d tensor. sizes: elements of each tensor. exp_avg_mask: for every tensor of the group, or None.
     """

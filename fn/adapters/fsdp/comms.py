@@ -251,7 +251,7 @@ def _codec(codec: Codec, segments: Segments, device: torch.device) -> Codec:
 
 
 def _factor(op: Any, size: int) -> float:
-    """Return what the mean is multiplied with to get what a reduction asks for."""
+    """Return the factor that makes of the mean the result that a reduction asks for."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.AVG:
         return 1

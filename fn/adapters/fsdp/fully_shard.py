@@ -99,7 +99,7 @@ def compress(
 
 
 class Part(NamedTuple):
-    """What takes over in one parameter group; None where FSDP2 keeps its own."""
+    """The communication of one parameter group; None where FSDP2 keeps its own."""
 
     group: Group
     reduce_scatter: CompressedReduceScatter

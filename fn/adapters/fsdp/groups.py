@@ -1,4 +1,4 @@
-"""What `fn.adapters.fsdp` has to know about FSDP2's parameter groups: the only module that looks inside FSDP2.
+"""The facts about FSDP2's parameter groups that `fn.adapters.fsdp` needs; only this module looks inside FSDP2.
 
 A group's gradients travel as one vector of W rows, and row r holds what rank r is to receive: its piece of every
 parameter, padded along the first dimension to the same size on all ranks. That is a `Segments`.
@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return self.inside._all_reduce_hook
 
     def own_shards(self) -> dict[str, Tensor]:
-        """Return what this rank holds now of the parameters that require a gradient, by name."""
+        """Return this rank's present shards of the parameters that require a gradient, by name."""
         trained = [p.sharded_param for p in self.inside.fsdp_params if p.sharded_param.requires_grad]
         return {name: p.detach().to_local() for name, p in zip(self.names, trained, strict=True)}
 

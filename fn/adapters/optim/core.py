@@ -458,7 +458,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
 
 
 def arrived(core: Core, number: int) -> dict[int, Tensor]:
-    """Return what the mean of an exchange has changed, when it has come; nothing if none of that number flies.
+    """Wait for the mean of an exchange and return the leaves that it changes; none if no mean of that number flies.
 
     Raises: what was raised while it travelled; it and the means behind it are left out then.
     """

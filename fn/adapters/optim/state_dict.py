@@ -150,7 +150,7 @@ def restore(
 
 
 def marks_of(core: Core) -> dict[str, str]:
-    """Return what each leaf of the states is to other ranks, as `fn.roles.kinds` says, by path."""
+    """Return the kind of each leaf of the states, as `fn.roles.kinds` says, by path."""
     return tree.by_path(roles.kinds(core.states), "state.")
 
 

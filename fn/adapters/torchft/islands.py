@@ -114,7 +114,7 @@ _INSIDE = "ranks of this island"
 
 
 class _Word(NamedTuple):
-    """What an island says to the others at a quorum, the same on all its ranks.
+    """The message of an island to the others at a quorum, the same on all its ranks.
 
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
@@ -307,7 +307,7 @@ class Islands(Optimizer):
         self.greeted = group.parent
 
     def meet(self, *numbers: float) -> list[list[float]]:
-        """Return what each island tells. Raises: RuntimeError where an island was lost, so that nobody writes."""
+        """Return the numbers of each island. Raises: RuntimeError where an island was lost, so that nobody writes."""
         mine = torch.tensor(numbers or (0,), dtype=torch.float64, device=device_of(self))
         # (k,) -> (W, k), a row of each island.
         told: list[list[float]] = all_gather(mine, self.islands).tolist()
@@ -323,7 +323,7 @@ class Islands(Optimizer):
             raise
 
     def agreed(self, problem: Exception | None, trained: bool) -> _Word | None:
-        """Return what this island says; None if a rank of it is not in the quorum.
+        """Return the message of this island; None if a rank of it is not in the quorum.
 
         Args: problem: what this rank raises. trained: as for `take`.
         Raises: `problem`; `PeerLost` if another rank of the island raises; ValueError for unequal steps.

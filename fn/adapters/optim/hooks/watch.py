@@ -218,7 +218,7 @@ def _is_stuck(unit: Unit, i: int, phase: Phase) -> bool:
 
 
 def _say_slow(core: Core, phase: Phase | Round) -> None:
-    """Say in the log why steps that could be in place are taken link by link."""
+    """Log why steps that could be in place are taken link by link."""
     for unit, update in zip(core.units, updates_of(core, phase), strict=True):
         members = _members(unit)
         grads = [p if p.grad is None else p.grad for p in members]
