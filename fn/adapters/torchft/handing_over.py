@@ -33,7 +33,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def made_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings that islands must share: version, method, schedule, and the shape of each tensor of the state."""
+    """Return the settings that islands must share: version, method, schedule, and the shapes of the state."""
     state = state_of(optimizer)
     layout = {f"the layout of {path}": f"{x.dtype} {tuple(x.shape)}" for path, x in state.items()}
     return {"the version of fn": __version__, **describe((optimizer.make, optimizer.schedule)), **layout}
