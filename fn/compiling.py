@@ -26,6 +26,7 @@ _kept: dict[int, Callable[..., Any]] = {}
 def own_code(f: F) -> F:
     """Give a function that its factory has just made a code object of its own; return it. Other objects stay as is."""
     if isinstance(f, FunctionType) and not torch.compiler.is_compiling():
+        # A copy with equal contents: torch.compile counts by the identity of the code object.
         f.__code__ = f.__code__.replace()
     return f
 

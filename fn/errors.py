@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, as types: each says which rank, what, and what to do.
+"""Types of errors between ranks: each says which rank, what, and what to do.
 
 A step that raises one of these has moved neither parameters nor state, so you can repeat it, save, or stop. If the
 exchange of a round raises, the local step before it counts, and the exchange is left out.
@@ -42,7 +42,7 @@ class RanksDisagree(ValueError):
 
 
 class RefusedByAll(ValueError):
-    """What all ranks refuse alike, so that none of them waits for another one."""
+    """An error that all ranks raise alike, so that none of them waits for another one."""
 
 
 class RanksDrifted(RanksDisagree):

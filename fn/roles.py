@@ -1,4 +1,4 @@
-"""What the fields of a state are: a state's class declares it, and `find` finds fields by it, whatever their names.
+"""The roles of a state's fields: its class declares them, and `find` finds fields by them, whatever their names.
 
 A class declares up to four things, each a property: `rank_local` names the fields that differ between ranks;
 `local_params` is True where the params differ, too; `agreed` returns the params that all ranks agree on then; `roles`
@@ -166,7 +166,7 @@ SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned",
 owned: whole on one rank, and without elements on the others; a plan says on which."""
 
 OF_EACH_RANK = frozenset((OWN, ERROR, SHARD))
-"""What every rank has another of, under one path."""
+"""Leaves of which every rank has another one, under one path."""
 
 
 def kinds(states: Tree, mark: str = SAME) -> Tree:
@@ -178,6 +178,7 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     if isinstance(states, tuple) and hasattr(states, "_fields"):
         said, own = roles_of(states), ERROR
         if mark == SHARD or said.shard:
+            # A field inside of a shard's state belongs to the shard, whatever the inner class says of itself.
             own = SHARD
         elif has_local_params(states):
             own = OWN
@@ -245,6 +246,7 @@ def declare(
             if name in kind._fields:  # type: ignore[attr-defined]
                 wanted = f"to have no field {name!r}, which the declaration of that name would hide"
                 raise ValueError(expected(kind.__name__, wanted, f"the fields {kind._fields}"))  # type: ignore[attr-defined]
+            # `value=value`: without it every property would return the last value of this loop.
             setattr(kind, name, property(lambda state, value=value: value))  # type: ignore[misc]
         return kind
 

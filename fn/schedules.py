@@ -40,7 +40,7 @@ def _whole(argument: str, value: Any, least: int) -> int:
 
 @dataclass(frozen=True)
 class FreezeAfter:
-    """What `freeze_after` returns: a function that can be pickled. steps: of the warm-up."""
+    """The schedule of `freeze_after`: a function that can be pickled. steps: of the warm-up."""
 
     steps: int
 
@@ -121,7 +121,7 @@ def zero_one_schedule(
 
 @dataclass(frozen=True)
 class ZeroOneSchedule:
-    """What `zero_one_schedule` returns: a function that can be pickled. Its fields are the arguments of that."""
+    """The schedule of `zero_one_schedule`: a function that can be pickled. Its fields are the arguments of that."""
 
     var_freeze_step: int
     var_update_scaler: int
@@ -140,11 +140,13 @@ class ZeroOneSchedule:
     def _interval(self, step: int, frozen: bool) -> int:
         """Return the interval in force in a step, counted from the start of its regime."""
         if frozen:  # doubles with the number of steps
+            # Bounded: 2**doubled would be a number of thousands of digits late in a run, before the clipper cuts it.
             doubled = min((step - self.var_freeze_step) // self.local_step_scaler, 62)
             return int(min(self.local_step_clipper, 2**doubled))
         interval, updates = 1, 0  # doubles with the number of variance steps: replayed, a few numbers per doubling
         number = self.first
         while True:
+            # The number of the step that is the last variance step before the interval doubles.
             nth = -(-number // interval) * interval + interval * (self.var_update_scaler - 1 - updates)
             if nth >= step + self.first:
                 return interval
@@ -182,7 +184,7 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
 
 @dataclass(frozen=True)
 class Every:
-    """What `every` returns: a function that can be pickled. Its fields are the arguments of that."""
+    """The schedule of `every`: a function that can be pickled. Its fields are the arguments of that."""
 
     h: int
     fragments: int
@@ -196,12 +198,13 @@ class Every:
         length = self.h // self.fragments
         number, place = divmod(step - self.start, length)
         rounds, steps = divmod(self.delay, length)
+        # A delay is whole rounds and the steps left over: an exchange begins so many steps before its round ends.
         begins = place == length - 1 - steps
         ends = place == length - 1 and number >= rounds
         return Round(self._exchange(number) if begins else None, self._exchange(number - rounds) if ends else None)
 
     def _exchange(self, number: int) -> int:
-        """Return what a `Round` calls the exchange of a round."""
+        """Return the number of a round's exchange in its `Round`."""
         turn, fragment = divmod(number, self.fragments)
         return fragment if self.delay < self.h else 2 * fragment + turn % 2
 
@@ -230,7 +233,7 @@ def periods(params: int, first_moment: int, second_moment: int, *, start: int = 
 
 @dataclass(frozen=True)
 class Periods:
-    """What `periods` returns: a function that can be pickled. Its fields are the arguments of that."""
+    """The schedule of `periods`: a function that can be pickled. Its fields are the arguments of that."""
 
     params: int
     first_moment: int
@@ -262,7 +265,7 @@ def periodic(period: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Periodic:
-    """What `periodic` returns: a function that can be pickled. period: as its argument."""
+    """The schedule of `periodic`: a function that can be pickled. period: as its argument."""
 
     period: int
 
@@ -343,7 +346,9 @@ class FreezeWhenStable:
         self._asked.last, self._asked.unfed = step, 0
         if norm is None:
             return
+        # distance + 1 numbers: the first one is of `distance` observed steps ago.
         self.norms = [*self.norms[-self.distance :], norm]
+        # norm > 0: moments of zero, before any gradient came, rest without being stable, and 0 / 0 is no ratio.
         ready = len(self.norms) > self.distance and step + 1 >= self.min_steps
         if ready and norm > 0 and min(norm, self.norms[0]) / max(norm, self.norms[0]) >= self.threshold:
             self.frozen_at = step + 1
@@ -351,6 +356,7 @@ class FreezeWhenStable:
     def __call__(self, step: int) -> Phase:
         """Return the phase of a step. Warns, once, where many steps are asked for and no norm came in between."""
         if self.frozen_at is None and step > self._asked.last:
+            # A step that is asked for again, by whoever looks its phase up, counts once.
             self._asked.last, self._asked.unfed = step, self._asked.unfed + 1
             if self._asked.unfed == UNFED:
                 warnings.warn(_UNFED, stacklevel=2)

@@ -6,6 +6,7 @@ pytree module, so a change of it is a change of this file.
 
 from __future__ import annotations
 
+# The `map` of this module hides Python's.
 from builtins import map as _map
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Tree:
 
 def broadcast(prefix: Tree, structure: Any) -> list[Any] | None:
     """Return a leaf of `prefix` for every leaf of the structure; None if `prefix` is no prefix of that structure."""
+    # Private to pytree; it returns None where the prefix does not fit.
     spread: list[Any] | None = pytree._broadcast_to_and_flatten(prefix, structure)
     return spread
 
@@ -91,6 +93,7 @@ def paths(tree: Tree) -> list[str]:
 
 
 def _spell(path: Sequence[Any]) -> str:
+    # Keys of NamedTuples have a name, those of dicts a key, those of lists an index.
     names = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
     return ".".join(names)
 
@@ -106,6 +109,7 @@ def in_order(tree: Tree, like: Tree, argument: str) -> Tree:
     if flatten(tree)[1] == wanted:
         return tree
     try:
+        # pytree looks values of a dict up by key, so the result has the order of `like`.
         ordered = map(lambda _, leaf: leaf, like, tree)
     except ValueError:
         ordered = None

@@ -1,4 +1,4 @@
-"""The params that all ranks agree on, in the place of a rank's own: what one evaluates and exports.
+"""Put the params that all ranks agree on in the place of a rank's own, to evaluate and to export them.
 
 Between exchanges the ranks of local steps stand at params of their own. Which rank's loss is printed, or whose model is
 saved, would then be chance. What they agree on is in the state: the anchor of `fn.outer`, or that of 0/1 Adam.
@@ -63,6 +63,7 @@ def agreed_params(optimizer: Core) -> Iterator[None]:
     try:
         with torch.no_grad():
             pairs = _agreed(optimizer)
+            # Kept before the first write, so that `finally` has all of them, whenever an exception comes.
             kept = [(p, p.clone()) for p, _ in pairs]
             with optimizer.writing():
                 for p, x in pairs:
@@ -95,6 +96,7 @@ def _agreed(core: Core) -> list[tuple[Tensor, Tensor]]:
 
 
 def _agreed_by(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None]:
+    # `_apart` yields only states that say it.
     said = roles.agreed_of(state)
     assert said is not None
     return said
@@ -137,6 +139,7 @@ def _places(core: Core, unit: Unit, members: Sequence[Tensor], apart: Sequence[T
     alone = Binding({axis: Axis(1, zero, ALONE) for axis in core.binding.axes})
     places = [[0] * count for count in counts]
     for power in range(len(members).bit_length()):  # a bit at a time, which a copy of any dtype can hold
+        # Parameter i is filled with one bit of i; the copies in the state that init makes then spell its number.
         marked = iter([torch.full_like(p, float(i >> power & 1)) for i, p in enumerate(members)])
         with alone:
             marked_states = [*_apart(unit.transform.init(tree.map(lambda _: next(marked), unit.params)))]  # noqa: B023

@@ -36,6 +36,7 @@ def donate(update: UpdateFn) -> UpdateFn:
         check_apart(state, params)
         updates, after = update(updates, state, params)
         is_old = among(tree.leaves(state))
+        # Before the state is written, which would change an update that is a leaf of it.
         updates = tree.map(lambda u: u.clone() if is_old(u) else u, updates)
         write_back(state, after)
         return updates, state

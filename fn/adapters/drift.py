@@ -50,6 +50,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
 
     def before_step(*args: Any) -> None:
         if optimizer.steps % every == 0:
+            # A hook runs before `step` binds the axes.
             with torch.no_grad(), optimizer.binding:
                 _compare(optimizer, since[-1] if since else None)
             since[:] = [optimizer.steps]
@@ -81,6 +82,7 @@ def _replicated(optimizer: Optimizer) -> dict[str, str]:
     values = _hyper_parameters(optimizer)  # first, for the rest follows from them
     marks = tree.by_path(roles.kinds(optimizer.states), "state.")
     tensors = {path: leaf for path, leaf in tree.by_path(optimizer.states, "state.").items() if marks[path] == SAME}
+    # Where states go with params of each rank's own, as 0/1 Adam's do, params differ without a fault.
     if OWN not in marks.values():
         for g, group in enumerate(optimizer.param_groups):
             pairs = zip(names_of(group), pieces(group["params"]), strict=True)

@@ -151,6 +151,7 @@ class FlatParameters:
         moved: list[Span] = []
         try:
             for span in layout.spans:
+                # The gap that `align` leaves is memory that nobody wrote, which may read as NaN.
                 host[moved[-1].end if moved else 0 : span.start].zero_()
                 self._to_host(span, host)
                 moved.append(span)
@@ -170,6 +171,8 @@ class FlatParameters:
         if span.source is None:
             span.views[0].of(host).copy_(first)
         else:
+            # The whole piece of memory that they share, gaps included. as_strided counts from the beginning of a
+            # storage, so any of the parameters will do.
             host[span.start : span.end].copy_(span.source.of(first))
         for i in span.places:
             self._params[i].data = torch.empty(0, dtype=host.dtype, device=first.device)
@@ -180,6 +183,7 @@ class FlatParameters:
             flat = self.buffers.pop((layout.dtype, layout.device), None)
             if flat is None:
                 continue
+            # As long as parameters are views of the buffer, its memory stays taken.
             for i in (i for span in layout.spans for i in span.places):
                 self._params[i].data = torch.empty(0, dtype=layout.dtype, device=layout.device)
             host = flat.cpu()
@@ -192,6 +196,7 @@ class FlatParameters:
         dtype = self._dtypes[span.places[0]]
         if span.source is None:
             shape, stride, _ = span.before[0]
+            # A row-major view of the buffer -> the strides that the parameter had.
             alone = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(span.views[0].of(host))
             self._params[span.places[0]].data = alone
             return
@@ -325,6 +330,7 @@ def _span(params: Sequence[Tensor], places: list[int], start: int) -> Span:
         view, restored = View(p.shape, _row_major(p.shape), start), View(p.shape, _strides_alone(p), 0)
         return Span(start, p.numel(), tuple(places), (view,), (restored,), None)
     tensors = [params[i] for i in places]
+    # From the first element that one of them looks at to the last; offsets are counted from there.
     low = min(map(_offset, tensors))
     length = max(_offset(p) + _extent(p) for p in tensors) - low
     before = tuple(View(p.shape, p.stride(), _offset(p) - low) for p in tensors)
@@ -342,6 +348,7 @@ def _sharing(params: Sequence[Tensor]) -> list[list[int]]:
         else:
             groups.append([i])
     for places in by_storage.values():
+        # By their first bytes: whoever begins before the farthest end so far shares memory with the group.
         places.sort(key=lambda i: (_bytes(params[i])[0], i))
         until = -1
         for i in places:

@@ -23,7 +23,7 @@ Tree = Any
 
 
 class _Moments(NamedTuple):
-    """What AdamW has of a parameter: steps, first and second moment, and the decay rates of its group."""
+    """The state of a parameter in AdamW: steps, first and second moment, and the decay rates of its group."""
 
     step: float
     mu: Tensor
@@ -32,7 +32,7 @@ class _Moments(NamedTuple):
     b2: float
 
     def weights(self, step: float) -> tuple[float, float]:
-        """Return what both moments have gathered after some steps, 1 - b**t."""
+        """Return the weights of both moments after some steps, 1 - b**t."""
         return 1 - self.b1**step, 1 - self.b2**step
 
 
@@ -73,6 +73,7 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     writes: list[tuple[Tensor, Tensor]] = []
     for g, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
         writes += _writes(g, group["params"], state, moments_of, steps)
+    # All of `_writes` has run by now: nothing is changed where a later param group is refused.
     with torch.no_grad():
         for into, value in writes:
             into.copy_(value)
@@ -80,7 +81,7 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
 
 
 def _moments_of(adamw: Any) -> dict[int, _Moments]:
-    """Return what AdamW has gathered by the identity of parameters. Raises: as `from_adamw`."""
+    """Return the moments in AdamW by the identity of parameters. Raises: as `from_adamw`."""
     if not isinstance(adamw, torch.optim.AdamW | torch.optim.Adam):
         raise TypeError(f"expected adamw to be a torch.optim.AdamW, but got {type(adamw).__name__}")
     moments = {}
@@ -100,7 +101,7 @@ def _moments_of(adamw: Any) -> dict[int, _Moments]:
 def _writes(
     g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, _Moments], steps: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return what to copy into which tensor of a param group's state. Raises: as `from_adamw`."""
+    """Return pairs, (tensor of a param group's state, its new numbers). Raises: as `from_adamw`."""
     firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
     counts, weights = roles.find(state, "counts"), roles.find(state, "weights")
     fits = [len(firsts), len(seconds), len(counts), len(weights)] == [1, 1, 1, 2]

@@ -1,4 +1,4 @@
-"""What a step sent, lost and took, told to a callback: for TensorBoard, a log or an alarm."""
+"""Tell a callback the bytes, the losses and the times of a step: for TensorBoard, a log or an alarm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class StepMetrics(NamedTuple):
 
 
 class Watch:
-    """What `watch` returns: `remove()` ends it."""
+    """The handle that `watch` returns: `remove()` ends it."""
 
     def __init__(self, optimizer: Optimizer, callback: Callable[[StepMetrics], Any], every: int):
         self._optimizer, self._callback, self._every = optimizer, callback, every

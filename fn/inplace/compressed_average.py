@@ -78,11 +78,14 @@ class CodedMean(NamedTuple):
             with step_range("decode and apply"):
                 if isinstance(mean, SignPayload):
                     rows = bucket.segments.valid.shape[0]
+                    # (R M, S) -> (R, M, S) and (R M, n / 8) -> (R, M, n / 8): M messages of each row, one where
+                    # servers sent the mean, those of all ranks without servers.
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     mean_codes = bits, scales if factor == 1 else scales * factor
                     layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
                     ops.direct("onebit_adam_", *lists, *mean_codes, *layout, *descent, keep_zeros, p_copies)
                 else:
+                    # The vector is this step's own, so it may be multiplied in place.
                     layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
                     apply_momentum(p, m, v, descent)
                     if p_copies:
@@ -109,12 +112,13 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
 
 @cached_plan
 def _like(segments: Segments) -> Tensor:
-    """Return what has the shape of rows of these segments."""
+    """Return a tensor with the shape of rows of these segments, without memory."""
+    # On the meta device: only the shape is asked for, and a row may be as long as the model.
     return torch.empty((segments.valid.shape[0], segments.row_length), dtype=torch.float32, device="meta")
 
 
 class BucketPlan(NamedTuple):
-    """What the mean of a bucket needs in every step.
+    """The parts of a bucket's mean that are the same in every step.
 
     errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
     exactly before, a bucket at a time. fused: the codec and its feedback in kernels, None where the codes are not signs
@@ -144,6 +148,7 @@ class CodedAverage(NamedTuple):
 
     def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[BucketPlan]:
         """Return a plan for each vector that travels, made once for a state."""
+        # By identity: steps in place keep the state, and to compare its leaves would take longer than a small step.
         if self.plans and self.plans[0][0] is sync:
             return self.plans[0][1]
         codec, servers = self.last.codec, self.rule.servers
@@ -155,10 +160,12 @@ class CodedAverage(NamedTuple):
             ends = (worker[-1], server[-1]) if self.inner else (worker, server)
             if not servers:
                 check_no_server(ends[1])
+            # A fused bucket has one scale for all of its tensors; the kernels take one for each.
             by_tensor = not bucket.fused and (servers or not self.inner)
             fused = self._fused(segments, *ends) if by_tensor else None
             parts = layouts.parts(bucket) if self.inner else [bucket]
             there = servers_of(self.last, segments) if servers else None
+            # (R, n / R) -> (1, n / R)
             shard = _like(segments)[:1]
             plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, fused, there, shard))
         self.plans[:] = [(sync, plans)]
@@ -185,8 +192,10 @@ class CodedAverage(NamedTuple):
 
         def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
             count = plan.segments.valid.shape[0]
+            # The exact mean over the inner axes comes first; only that is encoded.
             x = reduce_exactly(map(rows, plan.parts), self.inner, count) if self.inner else rows(plan.bucket)  # (n,)
             rule = self.last.for_rows(plan.segments), self.last.feedback
+            # (n,) -> (R, n / R)
             return encode(*rule, x.view(count, -1), plan.ends[0], consume=True)
 
         return self._average(self.plan(leaves, sync), rows, encoded)
@@ -218,6 +227,7 @@ class CodedAverage(NamedTuple):
             codec = self.last.for_rows(plan.segments)
             kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
             observe_kept(kept)
+            # (R, n / R) -> (n,)
             observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
         return payload, worker
 
@@ -262,6 +272,7 @@ class PureAverage(NamedTuple):
         self, sync: Tree, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree
     ) -> PureMean:
         """Average decay * mu + (1 - decay) * grad."""
+        # Widened before the sum, in which a gradient of half precision would lose digits of the momentum.
         averages = [torch.lerp(g.to(m.dtype), m, decay) for g, m in zip(grads, mu, strict=True)]
         structure = tree.flatten(params)[1]
         mean, new_sync = self.update(tree.unflatten(structure, averages), sync, params)
@@ -294,6 +305,7 @@ def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
     """Return an average for steps in place; None for one that does nothing."""
     links = links_of(update)
     rule = links[0].update if len(links) == 1 else None
+    # `is`: a wrapper around the rule may do more than the rule says.
     if isinstance(rule, CompressedAverage) and update is rule:
         *inner, last = hops(rule.axis, rule.codec, rule.feedback)
         if all(hop.exact for hop in inner):
@@ -312,7 +324,9 @@ def moving_averages(
     rows, widths = bucket.segments.valid.shape[0], list(bucket.segments.widths)
     if bucket.fused:
         sizes = [*map(Tensor.numel, m)]
+        # One row, in which the tensors lie end to end; the padding of the whole vector belongs to the last one.
         rows, widths = 1, [*sizes[:-1], sizes[-1] + rows * sum(widths) - sum(sizes)]
     runs = [value for width in widths for value in (1, width)]
     averages: Tensor = ops.direct("momentum_rows", m, g, decay, factors, rows, runs)
+    # (R, n / R) -> (n,)
     return averages.view(-1)

@@ -84,13 +84,16 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
         mean = average.average_rows(mu, moments.sync, rows)
         ((bucket, vector, *_),) = mean.buckets
         averages = layouts.split(vector, bucket)  # type: ignore[arg-type]
+        # The mean is of momenta times their scales; over the smallest scale it bounds all of them.
         size = largest_of(mean.numbers, moments.step) / scaling.min()
 
         def commit() -> None:
             args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step, True
+            # (S, 3) float64
             sums = torch.ops.fn.onebit_lamb_moments_(leaves, averages, scaling, mu, nu, fresh, *args)
             last = _read(moments.factor)
             factor = bounded_factor(h, last, sums[:, 0].float(), *sums[:, 1:].sqrt().float().unbind(1))
+            # (S,); a tensor without elements has no ratio, and keeps its factor.
             factor = torch.where(_counts(mu) > 0, factor, last)
             _write(moments.factor, factor)
             ratio = frozen_ratio(_read(moments.coefficient), factor)
@@ -117,11 +120,11 @@ def _descend(
 
 def _read(numbers: Tree) -> Tensor:
     """Return the numbers of tensors as (S,)."""
-    return torch.stack(tree.leaves(numbers))
+    return torch.stack(tree.leaves(numbers))  # S of () -> (S,)
 
 
 def _write(numbers: Tree, values: Tensor) -> None:
-    torch._foreach_copy_(tree.leaves(numbers), values.unbind())
+    torch._foreach_copy_(tree.leaves(numbers), values.unbind())  # (S,) -> S of ()
 
 
 def _counts(tensors: list[Tensor]) -> Tensor:

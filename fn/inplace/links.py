@@ -1,4 +1,4 @@
-"""What stands around the moments of a chain: links in front, which run purely, and decays and rates behind."""
+"""The links around the moments of a chain: those in front, which run purely, and decays and rates behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Head(NamedTuple):
     links: Sequence[Link]
 
     def run(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Callable[[], None]]:
-        """Return the updates that the links make, and what writes their new states.
+        """Return the updates that the links make, and a function that writes their new states.
 
         Args: updates, state, params: of the whole chain.
         """
@@ -35,6 +35,7 @@ class Head(NamedTuple):
             before = link.state(state)
             updates, after = link.update(updates, before, params)
             if after is not before:
+                # Kept until the step is written: a step that is skipped leaves these states as they were.
                 writes.append(written_into(before, after))
 
         def write() -> None:

@@ -109,6 +109,7 @@ def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
         row = _rows.get(type(link.update))
         if row is None:
             continue
+        # Whether all ranks skip a step, or this rank drops it alone, is part of how it is staged.
         if looks != row.looks:
             return _refused_for_guard(update, link.update)
         descent = descent_of(links[i + 1 :])
@@ -116,6 +117,7 @@ def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
             got = name_of(descent.update)
             return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
         chain = MatchedChain(update, link, Head(links[:i]), descent)
+        # The first link with kernels decides: a second one, no decay and no rate, was refused above.
         return without_guards(chain.head, row.stage(link.update, chain))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
@@ -172,7 +174,7 @@ def explain(transform: Transform) -> str:
 
 
 def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
-    """Return what about the tensors of a param group keeps its steps from kernels, and what would help; "" if nothing.
+    """Return why kernels do not take the tensors of a param group, and the cure; "" if they take them.
 
     Args: params, grads: as many.
     """

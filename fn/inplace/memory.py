@@ -20,7 +20,7 @@ Tree = Any
 
 
 def written_into(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return what copies the leaves of `new` into those of `old`.
+    """Return a function that copies the leaves of `new` into those of `old`.
 
     A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now: what is
     written first would change it.
@@ -28,6 +28,7 @@ def written_into(old: Tree, new: Tree) -> Callable[[], None]:
     """
     olds, news = _alike(old, new)
     is_old = among(olds)
+    # Cloned before anything is written: the leaf may be one that an earlier copy overwrites.
     pairs = [(o, n.clone() if is_old(n) else n) for o, n in zip(olds, news, strict=True) if n is not o]
     for o, _ in pairs:
         if is_folded(o):
@@ -51,6 +52,7 @@ def copy_into(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         if not is_listed:
             x.copy_(y)
     for are_floats in (False, True):  # what counts steps is no float
+        # Counts apart from floats: kernels for lists calculate in floating point.
         places = [is_listed and x.is_floating_point() is are_floats for x, is_listed in zip(to, listed, strict=True)]
         news, olds = [*compress(tensors, places)], [*compress(to, places)]
         if news and are_floats:
@@ -60,7 +62,7 @@ def copy_into(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def successor(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
+    """Return a function that gives the tensors of a state the memory of those of the next one.
 
     Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
     """
@@ -96,11 +98,12 @@ def _alike(old: Tree, new: Tree) -> tuple[list[Any], list[Any]]:
 
 def _at_least_1d(x: Tensor) -> Tensor:
     """Return a view of a 0-d tensor: what a compiled graph writes into one of float64 itself, torch (2.13) loses."""
+    # () -> (1,)
     return x if x.dim() else x.view(1)
 
 
 def memory_of(x: Tensor) -> int:
-    """Return what tensors in the same memory have in common."""
+    """Return an identifier that tensors in the same memory share."""
     memory: int = x.untyped_storage()._cdata if is_concrete(x) else id(x)
     return memory
 
@@ -113,7 +116,7 @@ def _memories(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
-    """Return what tells whether something lies in the memory of one of these leaves.
+    """Return a function that tells whether its argument lies in the memory of one of these leaves.
 
     While a compiler traces, for which memory is no constant: whether it is one of them.
     """
@@ -129,6 +132,7 @@ def is_folded(x: Tensor) -> bool:
         return False
     reach = 0  # where the dimensions with smaller strides end; beyond it no element can lie upon another
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        # Such strides may still meet no place twice; only a list of all places tells.
         if size > 1 and stride <= reach:
             return stride == 0 or _places(x).unique().numel() < x.numel()
         reach += (size - 1) * stride if size else 0
@@ -140,6 +144,7 @@ def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     starts = [(x.data_ptr(), i) for i, x in enumerate(tensors) if is_concrete(x) and x.numel() and x.data_ptr()]
     before: list[int] = []  # those that reach behind where the next one starts
     for start, i in sorted(starts):
+        # Sorted by where they start, each tensor is compared with those only that reach behind its start.
         before = [j for j in before if tensors[j].data_ptr() + _bytes(tensors[j]) > start]
         yield from ((min(i, j), max(i, j)) for j in before if _meet(tensors[j], tensors[i]))
         before.append(i)
@@ -148,6 +153,7 @@ def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 def _places(x: Tensor) -> Tensor:
     """Return where the elements of a tensor lie, counted in elements from the first one, (n,) int64."""
     return (
+        # (m,), the numbers of all places in reach -> the shape of x -> (n,).
         torch.arange(_bytes(x) // x.element_size(), dtype=torch.int64, device="cpu")
         .as_strided(x.shape, x.stride())
         .flatten()
@@ -163,6 +169,7 @@ def _meet(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device:
         return False
     distance, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    # Contiguous tensors that reach into each other share memory; elements that are not aligned are taken to.
     if rest or a.element_size() != b.element_size() or (a.is_contiguous() and b.is_contiguous()):
         return True
     return bool(torch.isin(_places(b) + distance, _places(a)).any())
@@ -186,6 +193,7 @@ def move(params: Tree, moves: Tree) -> None:
         torch._foreach_add_(*map(list, zip(*alike, strict=True)))
     for p, u in pairs:
         if p.dtype != u.dtype:
+            # The sum is in the wider dtype of the two, and is rounded once, by the copy.
             p.copy_(p + u)
 
 
@@ -215,6 +223,7 @@ def _shared(state: Tree, params: Tree) -> list[int]:
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if not is_concrete(*tensors):
         return []
+    # The common case first, by sets: a step asks for hundreds of leaves.
     starts = [start for x in tensors if (start := x.data_ptr())]  # 0 where there is no memory
     theirs = {*_memories([p for p in tree.leaves(params) if isinstance(p, Tensor)])}
     if len({*starts}) == len(starts) and theirs.isdisjoint(_memories(tensors)):

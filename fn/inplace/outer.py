@@ -52,6 +52,7 @@ def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
             return None
         if rule.together:  # as the pure step does, which other ranks of the island may take
             ok = step.ok if isinstance(step.ok, Tensor) else torch.tensor(step.ok, dtype=torch.bool, device="cpu")
+            # Ranks of an island take or leave a local step together; one alone would drift from the others.
             step = step._replace(ok=true_on_all(ok, rule.together, device_of(params)))
         return _alone(step, chain.link.state(state))
 

@@ -98,6 +98,7 @@ def _step(update: UpdateFn, memory: _Memory, updates: Tree, state: Tree, params:
     leaves = tree.leaves(updates)
     has_numbers = is_concrete(*leaves)
     over, late = getattr(update, "over", None), getattr(update, "late", None)
+    # All of it was made in this step and is held by nobody else, so the rule may write its result into it.
     if over is not None and leaves and has_numbers and all(x in memory.own for x in leaves):
         out, after = over(updates, state, params)
         memory.own.update((x, True) for x in tree.leaves(out))
@@ -112,6 +113,7 @@ def _step(update: UpdateFn, memory: _Memory, updates: Tree, state: Tree, params:
         (out, write), after = postponed, state
         memory.late.append(write)
     for x in leaves:
+        # This rule may keep what it was given, so from now on nobody writes over it.
         memory.own.pop(x, None)
     if getattr(update, "is_fresh", False) or postponed is not None:
         given = {memory_of(x) for x in (*leaves, *tree.leaves(after)) if isinstance(x, Tensor)}  # and what it may keep

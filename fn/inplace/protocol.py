@@ -45,9 +45,11 @@ class Staged(NamedTuple):
 
 def settled(steps: Sequence[Staged]) -> list[Staged]:
     """Return steps with bools; a device is waited for once."""
+    # Steps may share a flag, which then travels once; those of several devices are read one by one.
     flags = [step.ok for step in steps]
     on_device = {id(flag): flag for flag in flags if isinstance(flag, Tensor) and flag.device.type != "cpu"}
     if len({flag.device for flag in on_device.values()}) == 1:
+        # F flags of () -> (F,): one copy to the host, so one wait.
         numbers = dict(zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True))
         flags = [numbers.get(id(flag), flag) for flag in flags]
     return [
@@ -67,7 +69,7 @@ class InPlace(NamedTuple):
     stage: Callable[[Tree, Tree, Tree], Staged | None]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what the pure update returns."""
+        """Return the result of the pure update."""
         return self.pure(updates, state, params)
 
 
@@ -95,6 +97,7 @@ class Eligibility:
         grads, *lists = tree.lists(updates, params, *(getattr(moments, name) for name in self._fields))
         tensors, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
         # addresses, too: whoever assigns `p.data` keeps the object and changes its memory
+        # Tensors that a compiler traces have no addresses to compare.
         if torch.compiler.is_compiling() or not self._as_before(tensors, shapes):
             self._seen = None
             if any([*map(_SHAPE, others)] != shapes for others in lists):  # kernels would go on behind an end
@@ -168,6 +171,7 @@ def write(x: Tensor, how: Callable[[Tensor], Any]) -> None:
     Args: how: writes into the tensor that it is given. What it takes from elsewhere has to be on the host.
     """
     known: tuple[int, Tensor] | None = _copies.get(x)
+    # Asked before the write, which raises the version.
     is_current = known is not None and known[0] == x._version
     how(x)
     if known is not None and is_current:

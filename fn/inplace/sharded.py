@@ -88,6 +88,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
+        # On the host, and not in the state: the kernel needs the weights now, and the step may still be skipped.
         after = moments._replace(mu_weight=h.b1 * on_host(moments.mu_weight) + (1 - h.b1))  # the weights after the step
         if b2 is not None:
             after = after._replace(nu_weight=b2 * on_host(moments.nu_weight) + (1 - b2))
@@ -96,6 +97,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
             rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)  # W of (n/W,), or their mean
             keeps = isinstance(master, Tensor)
+            # (n / W,): this rank's row of the params.
             old = master if keeps else shard_of(leaves, bucket, index)
             if keeps and rules.gather is None:
                 old = refreshed(master, leaves, bucket, index)
@@ -107,13 +109,16 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
                 new[0] = whole[int(index)]  # params that are not kept are made where they travel from
             peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], *numbers)
             del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
+            # Before the gather: the NaN tells all ranks in the message that travels in any case.
             _mark(new[0], peaks, dtype)
             full, kept = gather_in_place(new[0], dtype, whole, kept, bucket, rules, codes)  # (n,)
             steps.append(_Step(bucket, kept, new, full))
+        # What codes make of a NaN need not be in the first element of a row.
         exact = not codes or rules.gather is None
         masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
         squares = [nu if b2 is None else s.new[2] for s, nu in zip(steps, nus, strict=True)]
         olds = mus, nus, inside.master, kept_of(inside)
+        # The new moments lie in memory of the pool already, so the state takes that, without a copy.
         renew = successor(olds, ([s.new[1] for s in steps], squares, masters, [s.kept for s in steps]))
 
         def commit() -> None:
@@ -142,7 +147,9 @@ def _mark(shard: Tensor, peaks: Tensor, dtype: torch.dtype) -> None:
 
     Args: shard: the new params. peaks: as `adamw_into_` returns them. dtype: in which params travel.
     """
+    # (2,) -> (): of the gradient as it is, of the new param as it travels, in a dtype that may overflow.
     sound = peaks[0].isfinite() & peaks[1].to(dtype).isfinite()
+    # On a device always, for to ask whether it is needed would be to wait.
     if sound.device.type != "cpu" or not sound:
         shard.masked_fill_(~sound, math.nan)
 
@@ -152,6 +159,7 @@ def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> boo
 
     Args: exact: whether shards travelled as they are, padding included; then each one's first element tells.
     """
+    # (n,) -> (W, n / W) -> (W,): `_mark` fills a whole row, so one element of it tells.
     firsts = [x.view(b.segments.valid.shape[0], -1)[:, 0] for x, b in zip(wholes, plan, strict=True) if x.numel()]
     if not firsts:
         return True

@@ -41,6 +41,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
         def commit() -> None:
             params, _, _, anchor = lists
+            # What the guard of the pure step looks at; the state is then as that step leaves it.
             moments.peak.copy_(ops.direct("largest_magnitude", grads))
             _descend(moments, lists, grads, h, frozen=False)
             torch._foreach_copy_(anchor, params)
@@ -84,6 +85,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
     eligible = Eligibility("adamw_", FIELDS)
 
     def elapsed_after(moments: ZeroOneAdamState) -> float:
+        # In the dtype of the state: the pure step divides by the number that it has rounded to.
         return float(on_host(moments.elapsed).add(_rate(h)).to(moments.elapsed.dtype))
 
     def fits(updates: Tree, moments: ZeroOneAdamState, params: Tree) -> list[list[Tensor]] | None:
@@ -98,6 +100,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
             inputs = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, anchor, mu, grads, nu)]
             layout = bucket.segments.valid.shape[0], bucket.segments.runs
             drift: Tensor = ops.direct("drift", *inputs, h.b1, h.eps, float(_rate(h)), *layout)
+            # (R, n / R) -> (n,)
             return drift.view(-1)
 
         mean = average.average_rows(anchor, moments.sync, drifts)
@@ -108,6 +111,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
             mean.step(anchor, mu, nu, descent, factor=-1 / elapsed, copies=params)
             moments.peak.copy_(peak)
             moments.step.add_(1)
+            # The copy on the host becomes zero, too, so the next step need not wait for the device.
             write(moments.elapsed, Tensor.zero_)
             mean.keep()
 

@@ -97,11 +97,13 @@ def measure(job: Job, sizes: Sequence[int] = SIZES, repeat: int = REPEAT) -> dic
 def _cost(name: str, axis: str, device: torch.device, sizes: Sequence[int], repeat: int, shared: int) -> Cost:
     sent, times = [], []
     for size in sizes:
+        # (W, n): an all-to-all needs a row for each rank; four bytes an element.
         x = torch.zeros(axis_size(axis), max(1, size // (4 * axis_size(axis))), dtype=torch.float32, device=device)
         with ledger() as book:
             _RUNS[name](x, axis)
         sent.append(book.total)
         times.append(_slowest(statistics.median(_time(partial(_RUNS[name], x, axis), repeat, axis)), axis, device))
+    # The time of no bytes is that of all messages, one after the other; latency is one message's.
     rounds = (2 if name == "all_reduce" else 1) * (axis_size(axis) - 1)
     latency, byte_time = fit(sent, times)
     return Cost(latency / rounds, 8 * shared / byte_time)
@@ -189,6 +191,7 @@ def memory(device: torch.device, repeat: int = REPEAT) -> float:
     """Return the bit/s at which the device's memory is read and written, by a copy."""
     x = torch.ones(4 * CODED, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
+    # Bits: 8 to a byte, each byte read once and written once.
     return 16 * 4 * x.numel() / statistics.median(_time(lambda: out.copy_(x), repeat))
 
 
@@ -196,6 +199,7 @@ def nowhere(axis: str, ranks: int) -> Binding:
     """Return a binding in which an axis has `ranks` ranks, and its messages cost nothing and come back."""
     transport = transports.Transport(
         all_to_all=lambda x: x,
+        # (...) -> (W, ...), copied: rows that a transport returns have memory of their own.
         all_gather=lambda x: x.expand(ranks, *x.shape).contiguous(),
         psum=lambda x: x * ranks,
     )

@@ -107,7 +107,7 @@ class Method(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What the method is called in a sentence."""
+        """The name of the method in a sentence."""
         return label(self.name, self.topology)
 
     @property
@@ -117,13 +117,13 @@ class Method(NamedTuple):
 
 
 def label(name: str, topology: str) -> str:
-    """Return what a method is called in a sentence."""
+    """Return the name of a method in a sentence."""
     return name if topology == "flat" else f"{name} ({topology})"
 
 
 @cache
 def kept_of_sparse_loco(n: int, kept: int = 128) -> Codec:
-    """Return what `fn.sparse_loco` sends by default of a chunk of n differences."""
+    """Return the codec with which `fn.sparse_loco` by default sends a chunk of n differences."""
     return top_k(max(1, round(n * kept / TILE**2)), n, values=BINS)
 
 
@@ -177,7 +177,7 @@ class Row(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What rows are made with.
+    """The options that rows are made with.
 
     interval: of 0/1 Adam. local_steps: of a round. rank: of factors; None is each method's default. density: the part
     of the numbers that is sent where few of them are; None is each method's default.

@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a link costs: `cost` in general, `measured` for the collectives that were measured on it."""
+    """The costs of a link: `cost` in general, `measured` for the collectives that were measured on it."""
 
     cost: Cost
     measured: Mapping[str, Cost] = MappingProxyType({})
@@ -145,6 +145,7 @@ def _alternatives(message: Message, ranks: int, depth: int) -> list[tuple[int, f
         return [(1, message.size)]
     if message.collective != "all_reduce":
         return [(ranks - 1, message.size)]
+    # A ring sends 2 (W - 1) / W of the vector, which is `size`; up and down a tree it is twice the whole vector.
     return [(2 * (ranks - 1), message.size), (2 * depth, message.size * ranks / (ranks - 1))]
 
 
@@ -152,10 +153,12 @@ def _across(message: Message, net: Network) -> list[Way]:
     """All ranks, over both kinds of links at once: the slower of the two decides."""
     out = leaving(message, net)
     if message.collective == "all_to_all":
+        # What does not leave the node goes to its other ranks.
         inside = message.size - out / net.per_node
         return [Way(net.per_node - 1, net.world - net.per_node, inside, out)]
     if message.collective == "permute":
         return [Way(0, 1, float(message.size), out)]
+    # A tree goes through each node, then between nodes: hops of both kinds, up and down.
     inner, outer = (math.ceil(math.log2(ranks)) for ranks in (net.per_node, net.nodes))
     (hops, _), *tree = _alternatives(message, net.world, 0)
     return [Way(0, hops, out, out), *(Way(2 * inner, 2 * outer, size, size) for _, size in tree)]

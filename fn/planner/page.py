@@ -82,7 +82,7 @@ def coefficients(
     table: list[Row], net: Network, model: Model, tensors: int, bucket: int,
     passes: Callable[[str, Network], float | None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the page evaluates, for its numbers of parameters and ranks and for those that are given.
+    """Return the data that the page evaluates, for its numbers of parameters and ranks and for those that are given.
 
     What comes often is in lists, and named by its place there: cuts (of parts that are alike one behind the other, how
     many, and the fraction of the gradients that each is), kinds (axis, collective, so many messages), and series (for

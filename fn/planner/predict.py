@@ -14,10 +14,10 @@ from fn.planner.network import Network, duration
 from fn.planner.units import show_seconds
 
 FORWARD = 1 / 3
-"""The part of the computation that is over before the first gradient is ready."""
+"""The part of the computation before the first gradient is ready."""
 
 WORTH = 0.05
-"""What a compressed method must save, of the step of the best uncompressed one, to pay."""
+"""The part of the best uncompressed step that a compressed method must save to pay."""
 
 
 class Prediction(NamedTuple):
@@ -106,7 +106,7 @@ def _times(parts: Parts, net: Network) -> list[tuple[float, float]]:
 
 
 def _behind_backward(parts: Sequence[tuple[float, float]], compute: float) -> float:
-    """Return what the backward pass does not hide of parts (fraction of the gradients, seconds)."""
+    """Return the seconds of parts (fraction of the gradients, seconds) that the backward pass does not hide."""
     if not any(time for _, time in parts):  # sums of fractions are not quite 1, by which nothing shall be ranked
         return 0.0
     free, done = FORWARD * compute, 0.0  # free: when the link has sent what came before

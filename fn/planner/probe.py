@@ -1,4 +1,4 @@
-"""What a few steps of a user's own script need: its parameters, and the seconds of a step without communication.
+"""Measure a few steps of a user's own script: its parameters, and the seconds of a step without communication.
 
 The script is run as it stands. torch calls hooks before and behind every step of every optimizer, so nothing is guessed
 from names: what has a gradient when an optimizer steps is a parameter, and a step lasts from the end of one step of the
@@ -44,7 +44,7 @@ WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 
 
 
 class Probed(NamedTuple):
-    """What a script's steps need.
+    """The findings about a script's steps.
 
     model: the shapes of its parameters, and the bytes of an element of most of their gradients. dtypes: of the
     gradients. optimizers: the names of their classes. device: of the parameters. whole: seconds of each step as it is.
@@ -121,7 +121,7 @@ def _too_short(script: str, count: int, steps: int) -> str:
 
 
 class _Seen:
-    """What the hooks see of the optimizers' steps."""
+    """The state of the hooks on the optimizers' steps."""
 
     def __init__(self, steps: int, measure: Callable[[torch.device], Any]) -> None:
         self.steps, self.looked_at, self.measure = steps, (steps + 1) // 2, measure
@@ -149,6 +149,7 @@ class _Seen:
         self.first = self.first or optimizer
         if optimizer is not self.first:
             return
+        # Without this the host's clock would stop before the device has done the step.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.ends.append(time.perf_counter())
@@ -171,6 +172,7 @@ class _Seen:
             self.silenced = True
             return False
 
+        # A property of the class hides the attribute of each instance, and takes what a script assigns without effect.
         setattr(DistributedDataParallel, SYNCHRONISES, property(never, lambda module, wanted: None))
 
     def look(self) -> None:
@@ -192,9 +194,10 @@ class _Seen:
             delattr(DistributedDataParallel, SYNCHRONISES)
 
     def probed(self) -> tuple[Probed, Any]:
-        """Return what was seen; the step that was looked at counts for nothing, nor does the first one."""
+        """Return the findings; neither the first step counts nor the one that the profiler watched."""
         if not self.params:
             raise ValueError("--probe: nothing had a gradient when the optimizer stepped; give a script that trains")
+        # From one end to the next, so that what the script does between steps is in it.
         times = [end - start for start, end in zip(self.ends, self.ends[1:], strict=False)]
         whole, alone = times[: self.looked_at - 1], times[self.looked_at :]
         params = [*self.params.values()]
@@ -212,6 +215,7 @@ def _slowest(times: list[float]) -> list[float]:
         return times
     each: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(each, times)
+    # W lists of (n,) -> (n,): step by step that of the slowest rank, for which all wait.
     return [*map(max, zip(*each, strict=True))]
 
 

@@ -1,4 +1,4 @@
-"""What a step of each method sends: the collectives with their bytes, exactly as the ledger counts them.
+"""The messages of a step of each method: collectives with their bytes, exactly as the ledger counts them.
 
 A codec's bytes are those of the payload that it makes of one row of zeros; everything else is a product of shapes and
 ranks. So 10^5 ranks cost no more than two.
@@ -31,7 +31,7 @@ MIN_RATE = 2
 """PowerSGD sends a matrix as it is unless its factors are this many times smaller."""
 
 EXACTLY = identity()
-"""One object, so that what is known of it is found again."""
+"""One object, so that caches find its sizes again."""
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -94,13 +94,14 @@ def model(params: int, tensors: int = 150, width: int = 4) -> Model:
         raise ValueError(expected("tensors", f"1 to {params}, the number of parameters", f"{tensors}"))
     side = math.isqrt(params // tensors)
     rest = params - side * side * (tensors - 1)
+    # What the other squares leave: whole rows of the same length, and behind them the rest as a vector.
     last = [shape for shape in ((rest // side, side), (rest % side,)) if math.prod(shape)]
     return of_runs([((side, side), tensors - 1), *((shape, 1) for shape in last)], width)
 
 
 @cache
 def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> list[Model]:
-    """Return what DDP sends together: parameters from the last to the first, a bucket closed when it is full."""
+    """Return the buckets of DDP: parameters from the last to the first, a bucket closed when it is full."""
     full: list[Model] = []
     inside: list[tuple[Shape, int]] = []
     size = 0
@@ -108,6 +109,7 @@ def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> lis
         each = math.prod(shape) * whole.width
         while left:
             room = (limit if full else first) - size
+            # As many of these tensors as fill the bucket; the one that fills it still belongs to it.
             fit = min(left, max(1, -(-room // each))) if each else left
             inside.append((shape, fit))
             size, left = size + fit * each, left - fit
@@ -138,6 +140,7 @@ def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message
     Args: width: bytes of an element on the wire; None is that of the gradients.
     """
     local, outer, axis = _axes(ranks)
+    # Within a node gradients are scattered and gathered in rows; between nodes each rank reduces its own row.
     shard = -(-shapes.params // local) * (width or shapes.width)
     between = [Message(axis, "all_reduce", _all_reduce(shard, outer))] if outer > 1 else []
     return [*_rows("local", "all_to_all", local, shard), *between, *_rows("local", "all_gather", local, shard)]
@@ -153,6 +156,7 @@ def codes(
     Args: layout, servers: as for `fn.compressed_average`.
     """
     local, outer, axis = _axes(ranks)
+    # Without servers nobody cuts the vector into a piece for each rank: whole rows are gathered.
     served = outer if servers else 1
     lengths = Counter([shapes.params]) if layout == "fused" else shapes.lengths
     messages = []
@@ -160,6 +164,7 @@ def codes(
         whole = _padded(group, local * served, codec.align) * shapes.width
         # Over two axes a node's exact mean is encoded, which is float32 at least.
         row = row_bytes(codec, group, local * served, width=shapes.width if local == 1 else max(4, shapes.width))
+        # Order as in the collective: exact rows within the node, codes to the servers, and back the same way.
         messages += _rows("local", "all_to_all", local, served * whole)
         messages += _rows(axis, "all_to_all", outer, row) if servers else []
         messages += _rows(axis, "all_gather", outer, row) + _rows("local", "all_gather", local, outer * row)
@@ -180,7 +185,7 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
 
 
 def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
-    """Return what `fn.owned` sends in the mean over the ranks: gradients to owners, updates back, float32 at least."""
+    """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least."""
 
     def message(collective: str, codec: Codec, width: int) -> list[Message]:
         sizes = {n: _piece_bytes(codec, _padded({n: 1}, 1, codec.align), _DTYPES[width]) for n in shapes.lengths}
@@ -193,7 +198,7 @@ def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXA
 def apart(
     shapes: Model, ranks: Ranks, hidden: Callable[..., list[Message]], other: Callable[..., list[Message]]
 ) -> list[Message]:
-    """Return what is sent of matrices, and behind it what is sent of the others.
+    """Return the messages of matrices, and behind them those of the other tensors.
 
     Args: hidden, other: (model, ranks) -> messages.
     """
@@ -255,6 +260,7 @@ def row_bytes(
     counts = Counter(lengths)
     pieces: Counter[int] = Counter()  # models repeat their shapes
     for n, times in counts.items():
+        # A tensor's piece in a row: ceil(n / W), rounded up to the codec's alignment.
         pieces[-(-n // (ranks * align)) * align] += times
     alone = sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
     # Each piece was counted as a row of its own; what a row has once, whatever lies in it, is counted once.
@@ -264,6 +270,7 @@ def row_bytes(
 @cache
 def _bytes_of_a_row(codec: Codec, dtype: torch.dtype) -> int:
     """Return the bytes that a row has once, however many pieces lie in it."""
+    # Two rows of one piece each, less one row of two pieces: what only the second row adds.
     return 2 * payload_bytes(codec, (codec.align,), dtype) - payload_bytes(codec, (codec.align,) * 2, dtype)
 
 
@@ -304,6 +311,7 @@ def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
     period = period_of(codec)
     if n < 3 * period or math.isnan(codec.bits):  # what depends on the length is not periodic
         return payload_bytes(codec, (n,), dtype)
+    # One period and the rest are encoded; the other periods add the same bytes each.
     return payload_bytes(codec, (period + n % period,), dtype) + (n // period - 1) * _bytes_of_a_period(codec, dtype)
 
 
@@ -371,7 +379,7 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
 def in_tiles(
     shapes: Model, ranks: Ranks, tile: int, codec_of: Callable[[int], Codec], *, squares: bool = False
 ) -> list[Message]:
-    """Return what `fn.in_basis` sends in `fn.dct(tile)` without servers, a message for each length of chunks.
+    """Return the messages of `fn.in_basis` in `fn.dct(tile)` without servers, a message for each length of chunks.
 
     Args: codec_of: the length of a chunk -> its codec. squares: in `fn.tiles(tile)`, which cuts matrices.
     """
@@ -391,7 +399,7 @@ def chunks(sides: Shape, tile: int) -> list[tuple[int, int]]:
 
 
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
-    """Return what DeepSpeed sends: tensor by tensor, bits and scales apart, four collectives each."""
+    """Return the messages of DeepSpeed: tensor by tensor, bits and scales apart, four collectives each."""
     messages = []
     for n in shapes.lengths.elements():
         bits = (ranks - 1) * -(-n // (ranks * 8))

@@ -1,7 +1,7 @@
-"""What ranks compare before a checkpoint keeps it once for all of them.
+"""Compare the tensors that a checkpoint keeps once for all ranks.
 
-Steps, parameters and replicated state are refused where they differ. What the user adds, `extra`, may differ: a model's
-running statistics do where ranks see other batches, and so do the states of random generators.
+Steps, parameters and replicated state are refused where they differ. The user's own tensors, `extra`, may differ: a
+model's running statistics do where ranks see other batches, and so do the states of random generators.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from fn.collectives.agreement import KERNELS, Difference, describe_numbers, differences, kernels_here
 
 EXTRA = "extra."
-"""How the keys of the leaves of `extra` begin."""
+"""The beginning of the keys of the leaves of `extra`."""
 
 HINTS = {
     "steps": "call it on all ranks after the same step",
     "state.": "if it is meant to differ, name its field in rank_local of the state's class",
     "params.": "if they are meant to differ, say local_params = True in the state's class",
 }
-"""What to do about a key that differs, by how it begins."""
+"""The cure for a key that differs, by the beginning of the key."""
 
 
 def compare(
@@ -33,7 +33,7 @@ def compare(
     gather: Callable[[Any], list[Any]],
     hints: Mapping[str, str] = HINTS,
 ) -> set[str]:
-    """Compare what is saved once; return the keys of those leaves of `extra` that differ.
+    """Compare the tensors that are saved once; return the keys of those leaves of `extra` that differ.
 
     Ranks with other kernels round differently, as a warning at construction said: there a difference is warned of.
 
@@ -62,5 +62,6 @@ def compare(
 
 def _described(x: Tensor) -> str:
     # Not a sum of words, as for parameters: two generators' states may hold the same words in another order.
+    # (...) -> (n,) -> (bytes,): numpy has no bfloat16, so the digest is of bytes.
     numbers = x.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return f"{x.dtype} {tuple(x.shape)} with {hashlib.blake2b(numbers.data, digest_size=16).hexdigest()}"

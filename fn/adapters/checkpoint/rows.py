@@ -34,7 +34,7 @@ Tree = Any
 logger = logging.getLogger("fn")
 
 EACH = "each rank's "
-"""How the keys of rows begin, one of every rank that saved."""
+"""The beginning of the keys of rows, one of every rank that saved."""
 
 
 def world() -> tuple[int, int]:
@@ -73,7 +73,7 @@ def own_keys(core: Core) -> set[str]:
 
 
 class Snapshot(NamedTuple):
-    """What is saved: copies on the CPU.
+    """The contents of a checkpoint: copies on the CPU.
 
     own: keys of one rank's own. owned: keys of what one rank saves for all, the one that owns it. steps: that the
     optimizer has taken. device: of the parameters. mesh: of all ranks; None for a process that is alone.
@@ -87,17 +87,19 @@ class Snapshot(NamedTuple):
     mesh: DeviceMesh | None
 
     def rows(self, differing: set[str]) -> dict[str, Tensor]:
-        """Return what to save, with this rank's row of all that is each rank's own. differing: keys of others."""
+        """Return the tensors to save, with this rank's row of all that differs. differing: more keys that do."""
         own = self.own | differing
         return {EACH + k if k in own else k: self._row(x) if k in own else x for k, x in self.tensors.items()}
 
     def _row(self, x: Tensor) -> Tensor:
+        # (...) -> (1, ...), this rank's row of (W, ...). Unchecked, for rows differ by their nature.
         return x[None] if self.mesh is None else DTensor.from_local(x[None], self.mesh, [Shard(0)], run_check=False)
 
 
 def to_save(core: Core, extra: Tree = None) -> Snapshot:
     """Return a snapshot of `everything`. All ranks must call it."""
     own, owned = own_keys(core), {path for path, mark in marks_of(core).items() if mark == OWNED}
+    # Copies, for `save_async` writes while the training goes on; on the CPU a plain `.cpu()` would be no copy.
     copies = {key: torch.empty_like(x, device="cpu").copy_(x.detach()) for key, x in everything(core, extra).items()}
     return Snapshot(copies, own, owned, core.steps, device_of(core), _mesh())
 
@@ -114,6 +116,7 @@ def to_fill(forms: Mapping[str, tuple[torch.Size, torch.dtype]], old: int) -> di
     mesh, size = _mesh(), world()[1]
 
     def empty(key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        # What has no mean is read whole, (W', ...), where the worlds differ: all ranks are given its first row.
         is_whole = not key.startswith(EACH) or (old != size and _has_no_mean(key, dtype))
         if is_whole or mesh is None:
             return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -127,11 +130,12 @@ def _has_no_mean(key: str, dtype: torch.dtype) -> bool:
 
 
 def read(filled: Mapping[str, Tensor], old: int) -> dict[str, Any]:
-    """Return what was read, by the keys of `everything`; what is each rank's own as `Rows`."""
+    """Return the tensors that were read, by the keys of `everything`; those of each rank alone as `Rows`."""
     rank, size = world()
     first = min(rank * -(-old // size), old)  # as `Shard` divides them
     found: dict[str, Any] = {}
     for key, x in filled.items():
+        # (W', ...) -> the rows of it that lie on this rank, the first of which is number `first`.
         rows = Rows(x.to_local(), first, old) if isinstance(x, DTensor) else Rows(x, 0, old)
         found[key.removeprefix(EACH)] = rows if key.startswith(EACH) else x
     return found
@@ -152,6 +156,7 @@ def moved(core: Core, saved: Mapping[str, Any], old: int) -> dict[str, Tensor]:
         fresh = tuple(unit.transform.init(tree.map(Tensor.detach, unit.params)) for unit in core.units)
         states = {path: saved.get(path, x) for path, x in tree.by_path(fresh, "state.").items()}  # others own the rest
         none = Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, old)
+        # Of all leaves the same rows lie here, so any of them tells which.
         some = next((x for x in states.values() if isinstance(x, Rows)), none)
         there = tree.unflatten(tree.flatten(fresh)[1], [*states.values()])
         here = tree.by_path(Move(notes, some, add).walk(fresh, there), "state.")
@@ -175,6 +180,7 @@ def _over_ranks(addends: Tree, device: torch.device) -> Tree:
     """Add up what each rank has read, on the device of the parameters, where the default group has a backend."""
 
     def total(x: Tensor) -> Tensor:
+        # A copy: the sum is made in place, and what was read may be asked for again.
         on_device = x.to(device, copy=True)
         dist.all_reduce(on_device)
         return on_device.to(x.device)

@@ -145,6 +145,7 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
         else:
             logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, world()[1])
             state = rows.moved(optimizer, found, old)
+    # `restore` writes params and state together: an exception between the two would leave a model of neither step.
     params = {key: p for key, p in everything(optimizer).items() if key.startswith("params.")}
     of_optimizer = {key: x for key, x in state.items() if not key.startswith(EXTRA)}
     restore(optimizer, of_optimizer, place_of(optimizer), params)
@@ -193,6 +194,7 @@ def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
         params = {k: x for k, x in everything(optimizer).items() if k.startswith("params.")}
         compare({**same, **params}, device_of(optimizer), partial(_of_all, group=everyone), hints)
+        # As often on all ranks: one that has fewer keys of its own joins in with nothing, or the others would wait.
         for i in range(max(_of_all(len(own), everyone))):  # one by one: rank 0 holds each twice while it arrives
             of_ranks: list[Any] | None = [None] * size if rank == 0 else None
             dist.gather_object({key: _on_cpu(flat[key]) for key in own[i : i + 1]}, of_ranks, dst=0, group=everyone)

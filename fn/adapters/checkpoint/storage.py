@@ -6,7 +6,7 @@
 
 A folder is one job's: two that save at once would clear away each other's unfinished files. A process that is killed at
 any moment leaves the old checkpoint or the new one. A file that was cut short or changed is refused before anything is
-read from it. What carries no digests of ours is never touched.
+read from it. Folders without digests of ours are never touched.
 
 torch pickles the metadata of a checkpoint, and its own reader unpickles whatever is there, and what is marked as bytes
 again. `Reader` makes only the classes that metadata consist of, refuses every other name, and takes tensors only, out
@@ -43,7 +43,7 @@ FIRST = f"{DIGESTS}-0"
 
 
 class Digests(NamedTuple):
-    """What a rank says of the files that it wrote.
+    """The digests of the files that a rank wrote.
 
     world: how many ranks wrote. sequence: of this checkpoint among those of the folder, as they were saved. files:
     name -> digest. format: of what is in them; None in those of fn 0.3 and before.
@@ -108,7 +108,7 @@ def check_seen(folder: Path, names: Names, rank: int) -> None:
 
 
 def seal(folder: Path, names: Names, rank: int, world: int) -> None:
-    """Write down the digests of the files that this rank wrote; the first rank also those that belong to nobody."""
+    """Write the digests of the files that this rank wrote; the first rank also those of files that name no rank."""
     writing = folder / names.writing
     there = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
     mine = [n for n in there if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
@@ -160,6 +160,7 @@ def verify(checkpoint: Path, rank: int, size: int) -> tuple[int, set[str]]:
     Raises: CheckpointDamaged that names the first file that is missing or not what was saved; ValueError for the format
         of another version.
     """
+    # The first rank's list is the one that says how many lists there are.
     first, names = read_digests(checkpoint / FIRST), set[str]()
     check_format({FORMAT: first.format}, "checkpoint")
     if METADATA not in first.files:
@@ -183,6 +184,7 @@ def write_sealed(path: Path, text: str) -> None:
     with new.open("w") as file:
         file.write(f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}\n{text}")
         file.flush()
+        # On disk before the name is: else a machine that loses power may leave the new name with an empty file.
         os.fsync(file.fileno())
     new.replace(path)
 
@@ -197,7 +199,7 @@ def read_sealed(path: Path) -> str:
 
 
 def read_digests(path: Path) -> Digests:
-    """Return what a rank says of its files. Raises: CheckpointDamaged if that is not what `seal` writes."""
+    """Return the digests of a rank's files. Raises: CheckpointDamaged if that is not what `seal` writes."""
     digests = _digests(read_sealed(path))
     if digests is None:
         raise damaged(path, "has the digest that it should, but is no list of digests")
@@ -205,7 +207,7 @@ def read_digests(path: Path) -> Digests:
 
 
 def _digests(text: str) -> Digests | None:
-    """Return what a list of digests says; None if it is none."""
+    """Return the digests in a text; None if it has none."""
     try:
         fields = json.loads(text)
         digests = Digests(fields["world"], fields.get("sequence", 0), fields["files"], fields.get("format"))
@@ -240,7 +242,7 @@ def _ours(folder: Path, pattern: str) -> dict[Path, int]:
 
 
 def _remove(ours: Path) -> None:
-    """Remove a checkpoint; what says that it is ours goes last, so that the next save goes on where this one ended."""
+    """Remove a checkpoint. Its first digests go last, so that the next save still knows the rest of it for ours."""
     for path in ours.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -255,7 +257,7 @@ def _check_is_file(path: Path) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointDamaged:
-    """Return what to raise for a file of a checkpoint; it names the other checkpoints in the folder."""
+    """Return the error for a file of a checkpoint; it names the other checkpoints in the folder."""
     checkpoint = path if path.name == LATEST else path.parent
     others = sorted(p.name for p in _ours(checkpoint.parent, "step-*") if p != checkpoint)
     instead = f"; others in this folder are {', '.join(others)}" if others else ""
@@ -289,6 +291,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
             return pathlib.PurePath  # where it was saved, which nobody asks for
+        # By name and before it is imported: to import a module runs it.
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"names {module}.{name}, which metadata do not consist of")
         return _CLASSES[module, name]

@@ -1,4 +1,4 @@
-"""What is sent behind a backward pass, bucket by bucket, for overlapped steps and averaged gradients.
+"""Messages behind a backward pass, bucket by bucket, for overlapped steps and averaged gradients.
 
 DDP reports gradients in buckets that it rearranges after the first pass. What travels together here is fixed instead,
 so that errors belong to parameters and outlive any rearrangement. In the order of a pass:
@@ -42,6 +42,7 @@ def leaving_order(buckets: Sequence[Bucket], params: Iterable[Tensor]) -> list[i
     of the model's parameters, has its gradient.
     """
     position = {id(p): i for i, p in enumerate(params)}
+    # A bucket with a parameter that is none of the model's leaves last, for no backward pass completes it.
     first = [min((position.get(id(p), -1) for p in bucket), default=-1) for bucket in buckets]
     return sorted(range(len(buckets)), key=lambda i: (-first[i], i))
 
@@ -64,9 +65,11 @@ class Arrivals:
         for p, g in zip(params, grads, strict=True):
             if (place := self._places.get(id(p))) is not None:
                 i, j = place
+                # A gradient that comes again, from a pass inside of this one, replaces the first, and counts once.
                 self._awaited[i] -= j not in self._arrived[i]
                 self._arrived[i][j] = g
         ready: list[int] = []
+        # From the front only: else two ranks might send different buckets at a time, and mix up their numbers.
         while self.to_leave and self._awaited[self.to_leave[0]] == 0:
             ready.append(self.to_leave.pop(0))
         return ready
@@ -134,7 +137,7 @@ class Threads:
 
 
 class BackwardPass:
-    """What one backward pass has sent, and is still to send.
+    """The messages of one backward pass: those that were sent, and those that are still to come.
 
     Args: job_of: (bucket, its gradients) -> the job that sends them, made when the bucket leaves.
     """
@@ -166,6 +169,7 @@ class BackwardPass:
     def _send(self, buckets: Iterable[int]) -> None:
         for bucket in buckets:
             job = partial(self._run, bucket, self._job_of(bucket, self._arrivals.grads(bucket)))
+            # By the number in the pass, which is the same on all ranks, and so is the thread, and its process group.
             self._jobs[bucket] = self._threads.submit(len(self._jobs), job)
 
     def _run(self, bucket: int, job: Callable[[], Any]) -> Any:
@@ -176,6 +180,7 @@ class BackwardPass:
                 result = job()
             self._bytes[bucket] = sent.total
         except BaseException as error:
+            # Noted for the jobs behind it, which then send nothing, and raised by the future of this one.
             self._error = error
             raise
         return result
@@ -191,6 +196,7 @@ class BackwardPass:
 
     def wait(self) -> None:
         """Wait for what was submitted, whatever becomes of it."""
+        # A copy, for `when_sent` waits on another thread than the one that submits.
         for job in [*self._jobs.values()]:
             job.exception()
 
@@ -205,7 +211,7 @@ class BackwardPass:
 
 
 class Sender(Protocol):
-    """What runs behind a model: `overlapped.Overlap` or `gradient_averaging.GradientAverage`."""
+    """The sender behind a model: `overlapped.Overlap` or `gradient_averaging.GradientAverage`."""
 
     is_paused: bool
     """Whether backward passes only add to the gradients for now."""
@@ -234,6 +240,7 @@ class DdpHook:
     def __call__(self, bucket: Any) -> Any:
         """Take a bucket of DDP's; return its future."""
         buffer = bucket.buffer()
+        # With the device, so that DDP's stream waits for what the jobs have queued on theirs.
         done: Any = torch.futures.Future(devices=[d for d in [buffer.device] if d.type != "cpu"])
         if bucket.index() == 0:
             self._open, self._pass = [], self._sender.begin()  # the one before may have broken off

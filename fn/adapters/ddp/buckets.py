@@ -15,7 +15,7 @@ BUCKET = 3 << 20
 """Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
 
 BUCKET_OF_ACCELERATOR = 64 << 20
-"""And on an accelerator, where a message costs launches and a fast network carries it before more would be ready."""
+"""The same on an accelerator: a message costs launches, and a fast network carries it before more is ready."""
 
 SHARE = 0.25
 """The part that a bucket takes of what is left: while its codes are on the wire the next bucket is computed."""
@@ -36,6 +36,7 @@ def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
         if buckets[-1] and count >= enough and left - count > elements / 8:  # a small rest goes with the one before
             buckets.append([])
             left, count = left - count, 0
+        # Taken from the end, but kept in the order of the model.
         buckets[-1].insert(0, p)
         count += p.numel()
     return buckets
@@ -70,7 +71,7 @@ def bucketed(params: Iterable[Any], elements: int | None = None) -> list[dict[st
 
 
 def _buckets(params: Any, elements: int | None) -> list[list[Any]]:
-    """Return what `split` makes of tensors or (name, tensor), the names kept."""
+    """Return the buckets of `split` for tensors or pairs (name, tensor), with the names."""
     entries = [params] if isinstance(params, Tensor) else list(params)
     tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
     for entry, p in zip(entries, tensors, strict=True):

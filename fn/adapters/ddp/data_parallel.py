@@ -47,10 +47,10 @@ from fn.schedules import Schedule
 from fn.transforms.average import average as exact_average
 
 AXIS = "data"
-"""What the ranks of a model are called here."""
+"""The name of the axis of a model's ranks."""
 
 THREADS = 3
-"""That communicate behind a backward pass over gloo: while some wait for the wire, another encodes."""
+"""Threads that communicate behind a backward pass over gloo: while some wait for the wire, another encodes."""
 
 LEAST_WIRE_SECONDS = 0.03
 """Below this time on the wire hiding it costs as much as it saves, where a rank has a single core."""
@@ -142,6 +142,7 @@ def overlap(
     axis, group = _axis(model, optimizer)
     check_alone(model, _backend(group, params[0].device))
     bindings = [bind_twin(axis, group) for _ in range(_threads(group, params[0].device))]
+    # Measured on the group that is used later: its connections are open then.
     with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
     running = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds)
@@ -150,6 +151,7 @@ def overlap(
         _hook(model, _unless_joining(model, lambda state, bucket: hook(_dense(bucket))))
     else:
         GradientHooks(params, running)
+    # Last, so that an optimizer whose overlap is refused above goes on with serial steps.
     optimizer.ahead = running.ahead
     return running
 
@@ -216,6 +218,7 @@ def optimizer(
         if labels is not None and labels.default is None:  # nobody said which: here the module is known
             options = {"labels": labels_of(model), **options}
         groups = bucketed(model.parameters() if params is None else params, elements)
+        # Inside of `bind`: the optimizer takes the axes that are bound when it is made.
         made = Optimizer(groups, partial(make, axis=AXIS), **options)
     if alone:
         return made
@@ -294,7 +297,7 @@ def average_gradients(
 
 
 def _uncompiled(model: Any) -> Any:
-    """Return what `torch.compile` was given, if the model is what it returned; trainers hand that out."""
+    """Return the module that `torch.compile` has wrapped, as trainers do; another model as it is."""
     return getattr(model, "_orig_mod", model)
 
 

@@ -103,13 +103,15 @@ class GradientAverage:
             warnings.warn(text, stacklevel=2)
 
     def _job_of(self, update: UpdateFn, scale: float | None, bucket: int, grads: list[Tensor]) -> Any:
-        """Return what averages a bucket, writes the means into its gradients, and returns (finite, new state)."""
+        """Return a function that averages a bucket into its gradients, and returns (finite, new state)."""
 
         def average() -> tuple[bool, Tree]:
             params = [p.detach() for p in self._buckets[bucket]]
+            # Unscaled before they are encoded: errors go into the next pass, whose scale may be another.
             (wide,) = unscaled([grads], scale, None)
             means, after = update(wide, self.states[bucket], params)
             for g, mean in zip(grads, means, strict=True):
+                # Scaled again, for GradScaler will divide what it finds in p.grad.
                 g.copy_(mean if scale is None else mean * scale)
             return bool(all_finite(means)), after
 
@@ -129,6 +131,7 @@ class GradientAverage:
             self.states = tuple(after for _, after in results)
         else:
             self.skipped += 1
+        # Also for a pass that was not finite: all ranks count passes, and their phases go by that.
         self.steps += 1
         self.bytes[self._phase] = ended.bytes
 
@@ -171,6 +174,7 @@ class GradientAverage:
         else:
             self._check_rank(ranks)
             check_fits(self.state_dict(), mine if errors else state_dict)
+            # A copy: the dict stays the caller's, and a step may write over its own errors.
             leaves = [mine[path].to(leaf.device, copy=True) for path, leaf in errors.items()]
             states = tree.unflatten(tree.flatten(self.states)[1], leaves)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
@@ -178,6 +182,7 @@ class GradientAverage:
 
     def _moved(self, saved: Mapping[str, Any], world: int) -> tuple[Tree, ...]:
         """Return the states of this rank from those of all ranks of another world."""
+        # A state as it would begin in this world: its layout, and notes of how rows of another world move into it.
         with self._binding, torch.no_grad(), reshapes.collected() as notes:
             fresh = tuple(self._transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
         like = tree.by_path(fresh, "")
@@ -190,6 +195,7 @@ class GradientAverage:
         check_fits(forms, saved)
         gathered: list[Any] = []
         for path, mark in tree.by_path(roles.kinds(fresh), "").items():
+            # W' tensors (...), one of each rank that saved -> (W', ...).
             of_ranks = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]
             gathered.append(of_ranks[0].clone() if mark == roles.SAME else Rows(torch.stack(of_ranks), 0, world))
         no_rows = Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)

@@ -35,7 +35,7 @@ logger = logging.getLogger("fn")
 
 
 class Overlap:
-    """What runs behind the backward passes of one model for one optimizer. Made by `fn.adapters.ddp.overlap`.
+    """The communication behind the backward passes of one model for one optimizer. Made by `fn.adapters.ddp.overlap`.
 
     Args:
         params: of the model, in its order. optimizer: whose steps are taken ahead; a unit, a param group, travels at a
@@ -63,11 +63,11 @@ class Overlap:
         self._axis = next(iter(bindings[0].axes))
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
-        """What a rank sends in a step of each phase, once one has been taken ahead; of ranks that differ, the most."""
+        """Bytes that a rank sends in a step of each phase, once one was overlapped; of ranks that differ, the most."""
         self.is_paused = False
         self._phase, self._pass = Phase.LOCAL, None
         self._scaling: tuple[Any, Any] = None, None
-        """What the gradients that leave are scaled by, and whether an Inf was found in them."""
+        """The loss scale of the gradients that leave, and whether an Inf was found in them."""
 
     _pass: BackwardPass | None
     """The backward pass whose gradients are sent as they arrive; None where they are left to the step."""
@@ -107,9 +107,11 @@ class Overlap:
             if self.is_on(phase):
                 with core.binding:
                     updates_of(core, phase)  # here, for the threads would each make them
+                # Param groups that were added behind `overlap` leave last.
                 order = [*self._order, *range(len(self._order), len(core.units))]
                 buckets = [group["params"] for group in core.param_groups]
                 self._pass = BackwardPass(self._threads, buckets, order, self._job_of)
+                # At the beginning of the pass: jobs may leave at once, and are computed with what is set now.
                 self._changes.note_settings()
                 self._scaling = None if self._scaler is None else self._scaler.get_scale(), None
         return self._pass
@@ -135,7 +137,7 @@ class Overlap:
         self._phase, self._scaling = Phase.LOCAL, (None, None)
 
     def _job_of(self, unit: int, grads: list[Tensor]) -> Callable[[], Staged]:
-        """Return what stages the step of a unit."""
+        """Return a function that stages the step of a unit."""
         core, phase, scaling = self._optimizer, self._phase, self._scaling
 
         def stage() -> Staged:
@@ -172,6 +174,7 @@ class Overlap:
         """Send what the pass has held back, wait, and return the steps of all units."""
         running, self._pass, core = self._pass, None, self._optimizer
         assert running is not None
+        # What is still to be sent is read from p.grad now, when the scaler may have unscaled it or found an Inf.
         self._scaling = getattr(core, "grad_scale", None), getattr(core, "found_inf", None)
         rest = [(p, grad) for p in running.held_back() if (grad := p.grad) is not None]
         running.arrive([p for p, _ in rest], [grad for _, grad in rest])
@@ -207,7 +210,7 @@ SAMPLES = 64
 
 
 class Changes:
-    """Tells a step what is different from what its backward pass was run with, and from what that has left.
+    """Tells a step whether settings, or gradients, have changed since its backward pass.
 
     Args: optimizer: whose step it is.
     """
@@ -240,6 +243,7 @@ class Changes:
         `GradScaler.unscale_` may have divided them. maker: the function that the user called.
         """
         core, left = self._optimizer, self._left
+        # Asked once: the next step, without a pass before it, has nothing to compare with.
         now, self._left = self._sampled()[: len(left)] if left else [], []
         unscaled = hasattr(core, "found_inf") and getattr(core, "grad_scale", None) is None
         factor = 1.0 / scale if unscaled and scale else 1.0
@@ -261,6 +265,7 @@ class Changes:
 
     def _read_settings(self) -> list[Any]:
         units = self._optimizer.units
+        # By version: to read a rate on a device would be to wait for it in each step.
         rates = [float(x) if x.device.type == "cpu" else x._version for unit in units for x in unit.rates]
         states = [(id(x), x._version) for unit in units for x in tree.leaves(unit.state)]
         return [rates, states, [id(unit.transform) for unit in units]]
@@ -272,7 +277,9 @@ class Changes:
 @torch.no_grad()
 def _sample(params: Sequence[Tensor]) -> Tensor:
     """Return evenly spaced elements of each gradient; zeros (expanded, not allocated) where there is none."""
+    # (1,) -> (n,), without memory.
     grads = [p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad for p in params if p.numel()]
+    # (...) -> (n,) -> (at most SAMPLES,).
     flat = [g.reshape(-1)[:: -(-g.numel() // SAMPLES)] for g in grads]
     return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device="cpu")
 
@@ -280,6 +287,7 @@ def _sample(params: Sequence[Tensor]) -> Tensor:
 def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> Tensor:
     """Return whether samples are `factor` times what they were, but for rounding; 0-d, on the device of the first."""
     ours, theirs = map(_end_to_end, (now, before))
+    # `unscale_` rounds its quotients; what nobody divided has to be the same in every bit.
     tolerance = 0.0 if factor == 1.0 else 1e-3
     return torch.isclose(ours, theirs * factor, rtol=tolerance, atol=0.0, equal_nan=True).all()
 
@@ -287,5 +295,5 @@ def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> Ten
 def _end_to_end(samples: Sequence[Tensor]) -> Tensor:
     """Return samples as one vector, in float64, or in float32 on a device, which may have no float64."""
     device = next((x.device for x in samples if x.numel()), samples[0].device)
-    x = torch.cat([x.to(device) for x in samples])
+    x = torch.cat([x.to(device) for x in samples])  # (groups * samples,)
     return x.to(torch.float64 if device.type == "cpu" else torch.promote_types(x.dtype, torch.float32))

@@ -49,7 +49,7 @@ def load_checkpoint(states: Tree, groups: Groups, checkpoint: Mapping[str, Any])
 
 
 def _rows(groups: Groups, checkpoint: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """Return what is saved for every parameter, a list per group; raise as `load_checkpoint` does."""
+    """Return the saved state of every parameter, a list per group; raise as `load_checkpoint` does."""
     saved = checkpoint["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(f"checkpoint: has {len(saved)} param groups; this optimizer has {len(groups)}")
@@ -72,6 +72,7 @@ def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, An
     sizes = [p.numel() for p in params]
     parts: list[dict[str, Any]] = [{} for _ in params]
     for name, value in row.items():
+        # (n,) of the whole group -> (n_i,) -> the shape of each parameter; anything else belongs to all of them.
         flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
         values = value.split(sizes) if flat else [value] * len(params)
         for part, p, piece in zip(parts, params, values, strict=True):

@@ -33,7 +33,7 @@ from fn.errors import expected
 
 
 class LocoErrors(NamedTuple):
-    """What `loco_quant_reduce` keeps of each tensor, empty where none is quantised, and the counter that all share.
+    """The errors that `loco_quant_reduce` keeps of each tensor, empty for an exact one, and the counter of all.
 
     intra: of the stage within the node, (numel,) in the tensor's own order. inter: of the stage across nodes, (numel /
     L,), parts n L + l for n = 0 .. N - 1. counter: reductions since the last reset, 0-d int64, the same on every rank.
@@ -50,7 +50,7 @@ class LocoErrors(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What one rank sends in a stage, in the order of sending, and the error that it keeps.
+    """The message of one rank in a stage, in the order of sending, and the error that it keeps.
 
     codes: uint8, two to a byte. scales: float32, of each group. kept: the error before it is stored in 8 bits, in the
     dtype of the tensor. stored: the same in 8 bits.
@@ -112,6 +112,7 @@ def loco_quant_reduce(
     for tensor, groups, e1, e2 in zip(tensors, plans, errors.intra, errors.inter, strict=True):
         if groups:
             reset = torch.ones_like(counter, dtype=torch.bool) if start else counter > reset_T
+            # By `where`, on the device: a branch would wait for it in each reduction.
             counter = torch.where(reset, 0, counter) + 1
             e1, e2 = (e._replace(scales=torch.where(reset, 0.0, e.scales)) for e in (e1, e2))
             done = reduce_tensor(tensor, groups, (e1, e2), err_beta, local_axis, node_axis)
@@ -156,9 +157,12 @@ def reduce_tensor(
     e1, e2 = errors if errors is not None else (None, None)
     first = _stage(tensor.reshape(-1), groups, e1, beta)
     codes, scales = (_by_receiver(x, nodes, ranks) for x in (first.codes, first.scales))
+    # (L, N part) codes, a row for each rank of the node -> (L, n / L) numbers, a row from each.
     rows = _decode(messages.exchange((codes, scales), local_axis), tensor.dtype)
     second = _stage(_add(rows), groups // ranks, e2, beta)
+    # Codes (n / L / 2,) -> (N, n / W / 2), scales (G / L,) -> (N, G / W): a row for each node.
     parts = (second.codes.view(nodes, -1), second.scales.view(nodes, -1))
+    # (N, n / W) -> (n / W,)
     total = _add(_decode(messages.exchange(parts, node_axis), tensor.dtype))
     out = (total.float() * (1.0 / nodes)).to(tensor.dtype)
     return Reduction(out, first._replace(codes=codes.flatten(), scales=scales.flatten()), second)
@@ -168,9 +172,10 @@ def _stage(x: Tensor, groups: int, error: StoredError | None, beta: float) -> St
     """Compensate x (n,), quantise it, and keep what was lost; the arithmetic is in float32 unless it says otherwise."""
     valid, runs = _place(x.shape[0], groups, x.device)
     if error is not None:
+        # Kernels take rows: (n,) -> (1, n), and back. Rounded to the dtype of the tensor, as there.
         old = torch.ops.fn.dequantize(error.codes[None], error.scales[None], valid, runs, 8)[0].to(x.dtype)
         x = x + old
-    codes, scales = torch.ops.fn.quantize(x[None], valid, runs, 4)
+    codes, scales = torch.ops.fn.quantize(x[None], valid, runs, 4)  # (1, n / 2), (1, G)
     if error is None:
         return Stage(codes[0], scales[0], x[:0], _zero_error(0, 0, x.device))
     sent = torch.ops.fn.dequantize(codes, scales, valid, runs, 4)[0].to(x.dtype)
@@ -182,6 +187,7 @@ def _stage(x: Tensor, groups: int, error: StoredError | None, beta: float) -> St
 
 def _by_receiver(x: Tensor, nodes: int, ranks: int) -> Tensor:
     """Return parts n L + l as rows l of parts n, what goes to local rank l: (L, N * part)."""
+    # (n,) -> (N, L, part) -> (L, N, part) -> (L, N part)
     return x.view(nodes, ranks, -1).transpose(0, 1).reshape(ranks, -1)
 
 
@@ -189,12 +195,14 @@ def _decode(received: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """Return rows of codes (R, n / 2) and scales (R, groups) as numbers (R, n), rounded to the dtype."""
     codes, scales = received
     valid, runs = _place(2 * codes.shape[1], scales.shape[1], codes.device)
+    # valid (1, groups) -> (R, groups), without memory.
     rows: Tensor = torch.ops.fn.dequantize(codes, scales, valid.expand(codes.shape[0], -1), runs, 4)
     return rows.to(dtype)
 
 
 def _add(rows: Tensor) -> Tensor:
     """Add rows in their order, each sum rounded to the rows' dtype."""
+    # One by one: `sum` of half precision would add in float32, and round once.
     total = rows[0]
     for row in rows[1:].unbind(0):
         total = total + row
@@ -223,6 +231,7 @@ def _groups(tensor: Tensor, index: int, local_axis: str, node_axis: str) -> int:
 def _exact_part(tensor: Tensor, local_axis: str, node_axis: str) -> Tensor:
     """Return part n L + l of the mean, exactly: the exchange over ("node", "local") puts it on rank (n, l)."""
     flat, axes = tensor.reshape(-1), (node_axis, local_axis)
+    # (n,) -> (W ceil(n / W),)
     flat = F.pad(flat, (0, -flat.shape[0] % axis_size(axes)))
     shard, _ = reduce_scatter_wide(flat, (), axes, (identity(), identity()), off())
     return shard.to(tensor.dtype)
@@ -243,6 +252,7 @@ def _start(tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> 
 
 
 def _check(errors: LocoErrors, tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> None:
+    # On the meta device: only shapes are compared, and errors are as large as the model.
     expected = _start([t.new_empty(t.shape, device="meta") for t in tensors], plans, local_axis)
     for name in ("intra", "inter"):
         ours, theirs = getattr(expected, name), getattr(errors, name)

@@ -163,7 +163,7 @@ class DeepSpeedOptimizer(Optimizer):
 
 
 def _described(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
-    """Return what a param group says."""
+    """Return the settings of a param group."""
     mask, (b1, b2) = group.get("exp_avg_mask"), group["betas"]
     return numerics.ParamGroup(
         lr,
@@ -308,7 +308,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         return transform
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what a transform is made of: it is another one behind the freeze."""
+        """Return the hyper-parameters of a transform, and the freeze, behind which it is another one."""
         return {**super().made_of(given), "frozen": self.frozen}
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -390,7 +390,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         return self._numerics([_described(*pair) for pair in zip(given, rates, strict=True)])
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the groups' transform is made of, those of the first under their own names."""
+        """Return the hyper-parameters of the groups' transform, those of the first group under their own names."""
         each = [hyper_parameters(group, self.make) for group in given]
         return {f"{name} of group {g}" if g else name: x for g, hyper in enumerate(each) for name, x in hyper.items()}
 
@@ -406,7 +406,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         super().start(unit)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """Return what the last update of each parameter was scaled by, in the order of the parameters."""
+        """Return the factor of each parameter's last update, in the order of the parameters."""
         (lamb,) = tree.instances(self.states, numerics.PaddedLambState)
         return [float(ratio) for ratio in tree.leaves(lamb.ratio)]
 

@@ -69,7 +69,7 @@ Tree = Any
 
 
 class ParamGroup(NamedTuple):
-    """What a param group says.
+    """The settings of a param group.
 
     lr: 0-d tensor. sizes: elements of each tensor. exp_avg_mask: for every tensor of the group, or None.
     """
@@ -208,6 +208,7 @@ def scale_by_zero_one_adam(
 
     def average_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
+        # One rank alone takes its momentum for the mean, so that it rests, as DeepSpeed's does.
         wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, state.mu if alone else updates)
         mean, errors = sync.compressed_update(wide, state.sync, params)
         mu = moving_average(state.mu, mean, b1)
@@ -216,6 +217,7 @@ def scale_by_zero_one_adam(
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         moves, mu = step_alone(updates, state, params)
+        # This rank decides alone; the learning rates add up in any case, for all ranks divide by the same sum later.
         ok = all_finite([*tree.leaves(moves), *tree.leaves(updates)]).to(state.dropped.device)
         moves, mu = kept_if(ok, moves, mu, state.mu)
         went, dropped = tree.map(torch.add, state.went, moves), state.dropped + (~ok).to(torch.int64)
@@ -359,6 +361,7 @@ def onebit_lamb(
         for _ in g.sizes
     ]
     total = sum(sum(g.sizes) for g in groups)
+    # DeepSpeed pads the joined momenta to this, and the padding gets a momentum of its own.
     align = world_size * math.lcm(world_size, 8)
     masks = tuple([g.exp_avg_mask] * len(g.sizes) for g in groups)
     sync = compressed_average(axis, codec(world_size), layout="fused")

@@ -39,6 +39,7 @@ class Rows(NamedTuple):
         """Return a vector of FSDP2's rows as a vector of ours; itself if they are the same."""
         if self.given == self.segments.widths:
             return x
+        # (W * n,) -> (W, n) -> S of (W, width), each padded to our width -> (W, row_length) -> (W * row_length,)
         pieces = x.view(-1, sum(self.given)).split(self.given, dim=1)
         widths = zip(pieces, self.segments.widths, strict=True)
         return torch.cat([F.pad(piece, (0, width - piece.shape[1])) for piece, width in widths], dim=1).view(-1)
@@ -47,6 +48,7 @@ class Rows(NamedTuple):
         """Take back `widen`."""
         if self.given == self.segments.widths:
             return x
+        # (W * row_length,) -> (W, row_length) -> S of (W, width), each cut to the given width -> (W, n) -> (W * n,)
         pieces = x.view(-1, self.segments.row_length).split(self.segments.widths, dim=1)
         return torch.cat([piece[:, :n] for piece, n in zip(pieces, self.given, strict=True)], dim=1).view(-1)
 
@@ -89,6 +91,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         self.rows = rows_of(segments, codec.align)
         own_row = self.rows.segments.row(torch.tensor(group.rank(), dtype=torch.int64, device="cpu"))
         self.codec, self.own_codec = (_codec(codec, which, like.device) for which in (self.rows.segments, own_row))
+        # (1,) -> (W * row_length,), without memory: errors are made in the shape of what will travel.
         x = like.expand(group.size() * self.rows.segments.row_length)
         with bind({axis: group}):
             self.error, _ = initial_errors(x, axis, codec, feedback, segments=self.rows.segments)
@@ -113,6 +116,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
             )
         _lend(self.error)
         with bind({self.axis: group}), self.sent:
+            # (W * n,) -> (W, row_length) -> (row_length,)
             mean = self._mean(self.rows.widen(input_tensor).view(group.size(), -1))
         output_tensor.copy_(self.rows.narrow(mean if factor == 1 else mean * factor))
 
@@ -123,6 +127,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         # A NaN or an Inf shows in the scales. Whether there is one travels along, for all ranks have to keep their old
         # errors: what they send in this message nobody uses, and it would else count as delivered.
         ok = all_finite([p for p in tree.leaves(payload) if p.is_floating_point()])
+        # () -> (W, 1): the flag travels in the row of each receiver.
         payload, oks = messages.exchange((payload, ok.to(torch.uint8).expand(x.shape[0], 1)), self.axis)
         ok = oks.bool().all()
         self.error = keep(ok, error, self.error)
@@ -150,6 +155,7 @@ class CompressedAllGather(_Allocates, AllGather):
             return work
         with bind({self.axis: group}), self.sent:
             shard, segments = self.rows.widen(input_tensor), self.rows.segments
+            # (row_length,) -> (W * row_length,)
             whole, _ = all_gather_shards(shard, (), self.axis, self.codec, off(), segments=segments)
         output_tensor.copy_(self.rows.narrow(whole))
         return None
@@ -182,6 +188,7 @@ class ReplicaMean:
         self.widths, self.lengths = own_row.widths, [int(n) for n in own_row.valid[0]]
         self.transform = compressed_average(axis, codec, feedback, servers=servers)
         with self.binding:
+            # (1,) -> (n,), without memory.
             self.state = self.transform.init([like.expand(n) for n in self.lengths])
 
     def __call__(self, reduced: Tensor) -> None:
@@ -193,9 +200,11 @@ class ReplicaMean:
         if self._shards is not None:
             self._check_start(self._shards())
             self._shards = None
+        # (n,) -> S of (width,) -> S of (length,): the padding of this rank's row is not averaged.
         pieces = [x[:n] for x, n in zip(reduced.split(self.widths), self.lengths, strict=True)]
         with self.binding, self.sent:
             means, state = self.transform.compressed_update(pieces, self.state, None)
+        # A True in front, for torch cannot stack the flags of a group without parameters.
         ok = torch.stack(
             [torch.ones((), dtype=torch.bool, device=reduced.device), *(x.isfinite().all() for x in means)]
         )
@@ -230,6 +239,7 @@ def _lend(x: Tree) -> None:
 
 def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:
     """Return the new tree where `ok`, 0-d bool, else the old one; without asking a device to report."""
+    # On the CPU a branch costs nothing, where `where` would copy all errors.
     if ok.device.type == "cpu":
         return new if bool(ok) else old
     return tree.map(lambda n, o: torch.where(ok, n, o), new, old)
@@ -241,7 +251,7 @@ def _codec(codec: Codec, segments: Segments, device: torch.device) -> Codec:
 
 
 def _factor(op: Any, size: int) -> float:
-    """Return what the mean is multiplied with to get what a reduction asks for."""
+    """Return the factor that makes of the mean the result that a reduction asks for."""
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.AVG:
         return 1

@@ -94,11 +94,12 @@ def compress(
     for group in groups:
         _check_ranks(group, codec, feedback, gather)
         parts[group.name] = _part(group, codec, feedback, gather, replicas, sent)
+    # Only this changes the module: what is refused above leaves FSDP2 as it was.
     return Compressed(parts, sent)
 
 
 class Part(NamedTuple):
-    """What takes over in one parameter group; None where FSDP2 keeps its own."""
+    """The communication of one parameter group; None where FSDP2 keeps its own."""
 
     group: Group
     reduce_scatter: CompressedReduceScatter
@@ -254,6 +255,7 @@ def _part(
     mean = None
     if replicas is not None:
         axis, ranks = _axis_of(replicas.mesh)
+        # (W, S) -> (1, S): the counts of this rank's row.
         own_row = group.gradients.row(torch.tensor(group.shards.rank(), dtype=torch.int64, device="cpu"))
         how = replicas.codec or codec, replicas.feedback or feedback
         mean = ReplicaMean(group.name, axis, ranks, own_row, *how, like, sent, group.own_shards, replicas.servers)

@@ -1,4 +1,4 @@
-"""What `fn.adapters.fsdp` has to know about FSDP2's parameter groups: the only module that looks inside FSDP2.
+"""The facts about FSDP2's parameter groups that `fn.adapters.fsdp` needs; only this module looks inside FSDP2.
 
 A group's gradients travel as one vector of W rows, and row r holds what rank r is to receive: its piece of every
 parameter, padded along the first dimension to the same size on all ranks. That is a `Segments`.
@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return self.inside._all_reduce_hook
 
     def own_shards(self) -> dict[str, Tensor]:
-        """Return what this rank holds now of the parameters that require a gradient, by name."""
+        """Return this rank's present shards of the parameters that require a gradient, by name."""
         trained = [p.sharded_param for p in self.inside.fsdp_params if p.sharded_param.requires_grad]
         return {name: p.detach().to_local() for name, p in zip(self.names, trained, strict=True)}
 
@@ -84,6 +84,7 @@ def groups_of(module: nn.Module) -> list[Group]:
             wanted = f"{name or ROOT} to have its parameters on one mesh"
             raise ValueError(expected("module", wanted, f"{len(of_part)} meshes"))
         for inside in of_part:
+            # By identity: a group of several modules comes once for each of them.
             groups.setdefault(id(inside), _group(name or ROOT, part, inside, names))
     if not groups:
         raise ValueError("module: holds no FSDPModule; call torch.distributed.fsdp.fully_shard on it first")
@@ -112,6 +113,7 @@ def _group(name: str, module: FSDPModule, inside: Any, names: dict[int, str]) ->
     if any(not kind.is_floating_point for kind in kinds):
         raise TypeError(expected("module", f"{name} to have gradients of floating dtypes", f"{kinds}"))
     plain = all(not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params)
+    # The dtype of the wire: mixed precision casts before it gathers.
     sent = {p.mp_policy.param_dtype or p.sharded_param.dtype for p in params}
     reduced = {_reduced(p) for p in trained}
     if len(reduced) > 1:
@@ -146,9 +148,11 @@ def _segments(params: Sequence[Any], world_size: int) -> Segments:
         padded = p.padded_sharded_param_size
         widths.append(padded.numel())
         if p.fsdp_placement.dim == 0 and padded.numel():
+            # Cut along the first dimension, rank r has the rows from r * rows on; behind the last is padding.
             rows, row = padded[0], padded.numel() // padded[0]
             valid.append([min(max(p._orig_size[0] - r * rows, 0), rows) * row for r in range(world_size)])
         else:
             valid.append([padded.numel()] * world_size)
+    # (S, W) -> (W, S); the view is for a group without tensors, whose list has no second dimension.
     counts = torch.tensor(valid, dtype=torch.int64, device="cpu").view(len(widths), world_size)
     return Segments(tuple(widths), counts.t().contiguous())

@@ -4,8 +4,8 @@
     exchange                behind the local step of a round: difference, mean, outer step
     land                    a mean that travelled while local steps went on is written
 
-Who adds to a step overrides `gradients` (unscaling, clipping) or `exchange` (a quorum), or watches it through torch's
-own hooks, `register_step_pre_hook` and `register_step_post_hook`.
+A subclass that adds to a step overrides `gradients` (unscaling, clipping) or `exchange` (a quorum). Watchers use
+torch's own hooks, `register_step_pre_hook` and `register_step_post_hook`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ logger = logging.getLogger("fn")
 
 @dataclass(eq=False)
 class Unit:
-    """What is staged as one.
+    """Param groups that are staged together.
 
     transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
-    learning rates, 0-d, which are filled in place. hyper: what else it was made of. spans: whether its trees are tuples
-    of lists, one for each group, or the list of a single one. state: live buffers.
+    learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
+    tuples of lists, one for each group, or the list of a single one. state: live buffers.
     """
 
     transform: Transform
@@ -62,7 +62,7 @@ class Unit:
 
     @property
     def params(self) -> Tree:
-        """Return what the transform steps: of a DTensor this rank's piece."""
+        """Return the tensors that the transform steps: of a DTensor this rank's piece."""
         return self.of([pieces(group["params"]) for group in self.groups])
 
     def of(self, lists: Sequence[list[Tensor]]) -> Tree:
@@ -73,8 +73,8 @@ class Unit:
 class Flight(NamedTuple):
     """A mean on its way.
 
-    number: of its exchange. changed: what it changes, {place among the leaves of all states: tensor}, once `wait` has
-    waited for it.
+    number: of its exchange. changed: the leaves that it changes, {place among the leaves of all states: new tensor};
+    read it when `wait` has waited for it.
     """
 
     number: int
@@ -88,8 +88,8 @@ class Core(torch.optim.Optimizer):
     Args:
         params, defaults: as `torch.optim.Optimizer` takes them.
         schedule: step -> Phase or Round.
-        binding, axes: what is bound in a step, and over which of these axes the transforms communicate.
-        max_norm: what `gradients` clips by.
+        binding: the axes that are bound in a step. axes: those of them over which the transforms communicate.
+        max_norm: the norm to which `gradients` clips; None: it does not.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler then always calls step, also on the rank that saw an Inf
@@ -131,11 +131,14 @@ class Core(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """Take a step without the hooks that torch puts around `step` of every class, each of which would run them."""
         self.check_free("step")
+        # `step` runs under no_grad, in which a closure could not call backward.
         loss = None if closure is None else torch.enable_grad()(closure)()
         with self.communicating("parameters and state are as before the step"):
+            # In this context: a rank where this raises closes its connections, and the others do not wait for it.
             self.follow_groups()
             phase = self.now = self.next_phase
             self.moved = take(self, phase)
+        # Counted before the exchange: the local step has been taken, also if the exchange fails.
         self.steps += 1
         if isinstance(phase, Round) and phase != Round():
             with self.communicating(LOCAL_STEP_TAKEN):
@@ -146,7 +149,7 @@ class Core(torch.optim.Optimizer):
         """Take over what was written into the param groups since the last step."""
 
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
-        """Raise what a step would raise if a param group of a unit held these entries."""
+        """Raise the error that a step would raise if a param group of a unit held these entries."""
 
     def gradients(self, phase: Phase | Round) -> Grads:
         """Return the gradients of a step, per param group: zeros where there is none."""
@@ -163,11 +166,11 @@ class Core(torch.optim.Optimizer):
         stage_exchange(self, round_).commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return what raises if they are in another one."""
+        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
         return nothing
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what a step leaves as it is, each with a copy of its numbers."""
+        """Return the tensors that a step must not change, each with a copy of its numbers."""
         return []
 
     @property
@@ -180,6 +183,7 @@ class Core(torch.optim.Optimizer):
         if any(phase.phase in unit.transform.needs_warmup for unit in self.units) and self.steps == skipped(self):
             return Phase.WARMUP
         if any(unit.transform.exchange is not None for unit in self.units):
+            # A schedule without rounds: a compressed step exchanges at once, a local step exchanges nothing.
             rounds: dict[Any, Round] = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
             return rounds.get(phase, phase)
         return phase.phase
@@ -192,7 +196,7 @@ class Core(torch.optim.Optimizer):
 
     @property
     def wires(self) -> dict[str, str]:
-        """Return the axes of several ranks, each with what its messages travel over."""
+        """Return {axis: transport of its messages} of the axes with several ranks."""
         shards = (axis for unit in self.units for axis in facts_of(unit.transform).shards)
         bound = {axis: self.binding.axes[axis] for axis in (*self.axes, *shards) if axis in self.binding.axes}
         return {axis: of.transport for axis, of in bound.items() if of.size > 1}
@@ -220,18 +224,20 @@ class Core(torch.optim.Optimizer):
                     abort_connections(wire)
                 raise
             finally:
+                # What was staged and not taken is of this step's numbers; the next step must not write it.
                 self.staged.clear()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Refuse everything behind an exception that comes while parameters and state are written, such as Ctrl-C."""
+        # No `finally`: behind an exception `refused` has to stay.
         before, self.refused = self.refused, TORN
         yield
         self.refused = before
 
 
 LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
-"""What an exchange leaves that fails."""
+"""How a failed exchange leaves parameters and state."""
 
 TORN = (
     "an exception came while parameters and state were written, so that they may be half of one step and half of the "
@@ -251,14 +257,17 @@ def take(core: Core, phase: Phase | Round) -> bool:
             for i in units:
                 if i not in core.staged:
                     core.staged[i] = stage_group(core, i, phase, grads[i])
+    # One wait for the device, for the flags of all units.
     steps = settled([core.staged.pop(i) for i in units])
     moves = together(core, all(step.ok for step in steps), phase)
+    # Copied before the first write; what rests gets its numbers back behind the last one.
     held = core.held() if moves else []
     with core.writing(), step_range("apply"):
         for step in steps if moves else ():
             step.commit()
         for x, numbers in held:
             x.copy_(numbers)
+        # Units are skipped together: one whose own numbers are finite counts the step, too.
         for unit in () if moves else core.units:
             unit.state.skipped.add_(1)
     return moves
@@ -302,6 +311,7 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         moves, after = run(grads, state, params)
         check_shapes(moves, params)
         is_old = among(tree.leaves(state))
+        # The state is written before the params, and would overwrite updates that lie in its memory.
         moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         write_state = written_into(state, after._replace(skipped=state.skipped))
@@ -311,6 +321,8 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
                 write()
             move(params, moves)
 
+        # The same tensor comes back from a guard that knew the answer. Else the comparison is a 0-d flag of the device,
+        # for which nobody waits here.
         return after.skipped is state.skipped or after.skipped == state.skipped, commit
 
     late: list[Callable[[], None]] = []  # what links in their own memory write behind the step
@@ -319,6 +331,7 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
     holds = flags.all_of(assumed)
     if isinstance(pure, Guarded) and pure.looks:
         return Staged(taken if holds is True else holds & taken, commit)
+    # `otherwise` runs outside of `assumed`, so the second computation waits for each flag and holds in any case.
     return Staged(holds, commit, lambda: computed(pure, ())[1]())
 
 
@@ -356,6 +369,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     compare, heard = nothing, list[Tensor]()
     if begin is not None:
         states, new = each(core, "difference", begin, states, new)
+        # Before the mean, which sends the difference.
         states = weighed(landed, states, weight)
     if begin is not None and at_once:
         compare = core.announce(begin, core.steps)
@@ -366,6 +380,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     if end is not None:
         with flags.assumed() as assumed:
             taken = each(core, "outer", end, states, new)
+        # One wait for the device, for all flags of the exchange.
         if not flags.all_of([*heard, *assumed]):
             compare()
             # Nothing is sent in this part, so a rank may take it again alone.
@@ -376,7 +391,9 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
         changed = (i for i, x in enumerate(leaves(landed)) if noted[i] is not x and after[i] is noted[i])
         carried = {i: noted[i] for i in changed}
         flight = fly(core, begin, states, carried)
+    # What lands with the mean is not written now: until then these leaves stay as they were.
     kept = [x if i in carried else y for i, (x, y) in enumerate(zip(before, after, strict=True))]
+    # The state is written first, so `rounded_into` copies new params aside that lie in its memory.
     write_state, write_params = written_into(before, kept), rounded_into(params, new, before)
     held = core.held()
 
@@ -410,14 +427,18 @@ def each(core: Core, part: str, number: int, states: list[Tree], params: list[Tr
 def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor]) -> Flight:
     """Begin a mean that travels while local steps go on. It is shown no params, which these steps write meanwhile.
 
-    It is made from the states of now and from what the means before it change, such as residual errors.
+    It starts from the present states and from what earlier means change in them, such as residual errors.
     """
+    # A copy and a number, not the optimizer's: the job may run while the training changes both.
     earlier, steps, device = [*core.flights], core.steps, device_of(core)
     given, live = leaves(states), leaves([unit.state for unit in core.units])
+    # () -> the shape of p, without memory. NaN, so that a mean that calculates with params is seen to do so.
     unread = [tree.map(lambda p: p.new_full((), torch.nan).expand_as(p), unit.params) for unit in core.units]
     changed: dict[int, Tensor] = {}
 
     def job() -> Callable[[], None]:
+        # Jobs run one after the other, so what earlier means change is known by now. A leaf that the difference of this
+        # exchange has made anew stays as it is: that difference was taken with it.
         base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
         from_states = with_leaves(states, base)
         compare = core.announce(number, steps)
@@ -437,7 +458,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
 
 
 def arrived(core: Core, number: int) -> dict[int, Tensor]:
-    """Return what the mean of an exchange has changed, when it has come; nothing if none of that number flies.
+    """Wait for the mean of an exchange and return the leaves that it changes; none if no mean of that number flies.
 
     Raises: what was raised while it travelled; it and the means behind it are left out then.
     """
@@ -452,8 +473,9 @@ def arrived(core: Core, number: int) -> dict[int, Tensor]:
 
 
 def land(core: Core) -> None:
-    """Wait for the means that are on their way, and write what they changed: who reads states needs it. Raises: as
-    `arrived`.
+    """Wait for the means that are on their way, and write what they changed, before somebody reads the states.
+
+    Raises: as `arrived`.
     """
     while core.flights:
         changed = arrived(core, core.flights[0].number)
@@ -468,6 +490,7 @@ def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
     """Return states in which a difference was noted, times a weight."""
     if weight == 1.0:
         return noted
+    # Only what was noted now: a difference of another fragment, on its way since before, has its weight already.
     own = {id(x) for x, was in zip(leaves(noted), leaves(before), strict=True) if x is not was}
     scaled = partial(tree.map, lambda x: weight * x if id(x) in own else x)
     found: list[Tree] = roles.replace(noted, "difference", scaled)
@@ -475,7 +498,7 @@ def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
 
 
 def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Callable[[], None]:
-    """Return what writes new params into the params, rounded to their dtype. state: is written before."""
+    """Return a function that writes new params into the params, rounded to their dtype. state: is written before."""
     olds, news = leaves(params), leaves(new)
     if [x.shape for x in news] != [p.shape for p in olds]:
         wanted = f"params of the shapes {[tuple(p.shape) for p in olds]}"
@@ -487,7 +510,7 @@ def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Ca
 
 
 def check_shapes(moves: Tree, params: Tree) -> None:
-    """Refuse what adding to the params would broadcast, with a ValueError that names the first."""
+    """Refuse updates that adding to the params would broadcast, with a ValueError that names the first."""
     shapes, wanted = [x.shape for x in tree.leaves(moves)], [p.shape for p in tree.leaves(params)]
     if len(shapes) != len(wanted):
         raise ValueError(expected("updates", f"{len(wanted)}, one for each parameter", f"{len(shapes)}"))

@@ -47,10 +47,13 @@ def unscaled(grads: Grads, scale: Tensor | float | None, found_inf: Tensor | Non
     Returns: the gradients, half precision widened to float32 where a scale is taken out, or as they are.
     """
     device = next((g.device for group in grads for g in group), torch.device("cpu"))
+    # On the CPU the flag is read. On a device that would be a wait, so the factor is always applied there.
     if scale is None and (found_inf is None or (found_inf.device.type == "cpu" and not float(found_inf))):
         return grads
+    # The reciprocal is rounded once, to float32; scales are powers of two, so most often not at all.
     factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64, device=device).reciprocal()
     if found_inf is not None:
+        # Any shape of one element -> (): the factor is a 0-d tensor for kernels of lists.
         factor = torch.where(found_inf.to(device).reshape(()) > 0, float("nan"), factor.reshape(()))
     return [_scaled(group, factor.float()) for group in grads]
 
@@ -88,6 +91,7 @@ def without_average(binding: Binding, phase: Phase, axis: str | None, states: Tr
     """
     if axis is None or phase is not Phase.WARMUP or _is_coded(phase, states) or _have_their_own(states):
         return binding
+    # An average over one rank returns what it is given, and sends nothing.
     alone = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
     return Binding({**binding.axes, axis: alone})
 
@@ -161,11 +165,14 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str]) -> bool:
     sums = _sums([g for group in grads for g in group if g.numel()])
     told = bool(len(sums))
     for axis in axes:
+        # On every axis, also where nothing is told so far: other ranks may know more, and wait for this one.
         rows = all_gather(sums, axis)  # (W, n, 3)
         told = told and _tell(rows)
         if not told or axis_size(axis) == 1:
             continue
+        # (W, n, 3) -> (W, n) -> (W,): squares summed over all tensors of a rank.
         norms = rows[..., 2].sum(1).sqrt()
+        # (W, n, 3) against the (1, n, 3) of rank 0.
         if bool((rows == rows[:1]).all()):
             text = (
                 f"gradients: are the same on all ranks of {axis!r}, so they were averaged already and the compressed "
@@ -194,6 +201,7 @@ def look_at_shared(grads: Grads, axes: Sequence[str], left: str) -> bool:
         with watched_by(Watchers()):  # which no ledger counts
             rows = all_gather(sums, axis)
         told = told and _tell(rows)
+        # (W, n, 3) -> (W, 3 n) -> (W,): the number of the kind of each rank's row; ranks with equal rows have one kind.
         kinds = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist() if told else []
         second = next((rank for rank, kind in enumerate(kinds) if kind in kinds[:rank]), None)
         if second is not None:
@@ -212,8 +220,8 @@ def _sums(grads: Sequence[Tensor]) -> Tensor:
     rows = []
     for g in grads:
         wide = g.detach().double()  # one at a time: it takes twice the memory of the gradient
-        rows.append(torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()]))
-    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.float64, device="cpu")
+        rows.append(torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()]))  # (3,)
+    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.float64, device="cpu")  # (n, 3)
 
 
 def _tell(rows: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a param group of torch holds for a transform: parameters, a learning rate, and hyper-parameters.
+"""Param groups of torch, as transforms read them: parameters, a learning rate, and hyper-parameters.
 
 `make(lr=..., **hyper_parameters)` is called once for a group. The learning rate is a 0-d tensor, which is filled in
 place. The other numbers stand in the group, b1 and b2 as torch's `betas`; where one differs from what the transform was
@@ -25,11 +25,11 @@ from fn.inplace.memory import is_folded, overlaps
 OF_TORCH = frozenset(
     ["params", "lr", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"]
 )
-"""Entries of a group that are no hyper-parameters of `make`: torch's own, and those of its schedulers."""
+"""Entries of a group that `make` is not given: those of torch itself and of its schedulers."""
 
 
 def as_list(params: Any) -> list[Any]:
-    """Return what an optimizer was given as a list, and generators in param groups as lists: all is read twice.
+    """Return the params of an optimizer as a list, and generators in its param groups as lists: all are read twice.
 
     Raises: TypeError if it is no iterable, or has no order.
     """
@@ -48,7 +48,7 @@ def as_list(params: Any) -> list[Any]:
 
 
 def groups_of(listed: list[Any]) -> list[dict[str, Any]]:
-    """Return what `as_list` returned as param groups, of which each has a list of parameters."""
+    """Return the list of `as_list` as param groups, each with a list of parameters."""
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     members = [group.get("params", ()) for group in groups]
     lists = [[params] if isinstance(params, Tensor) else [*params] for params in members]
@@ -61,7 +61,7 @@ def names_of(group: Mapping[str, Any]) -> list[str]:
 
 
 def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')") -> Callable[..., Transform]:
-    """Return what makes transforms as it is. example: one that would do.
+    """Return `make` unchanged if it can make transforms. example: of one, for the message.
 
     Raises: TypeError if it is no function, or a partial with arguments that its function does not take; ValueError if
         it holds a learning rate, which nobody would use.
@@ -167,6 +167,7 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Tell whether hyper-parameters are the same; tensors only if they are the same object."""
 
     def equal(x: Any, y: Any) -> bool:
+        # Tensors are not compared by value: on a device that would be a wait in each step.
         return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y))
 
     return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
@@ -178,6 +179,7 @@ def new_rate(group: dict[str, Any]) -> Tensor:
     As with torch's optimizers a number stays a number there. Raises: ValueError if it is none, or negative.
     """
     given = group["lr"]
+    # A rate of float32 would round what parameters of float64 are stepped by.
     number, wide = checked_rate(given, 0.0), any(p.dtype == torch.float64 for p in group["params"])
     device = given.device if isinstance(given, Tensor) else "cpu"
     rate = torch.tensor(number, dtype=torch.float64 if wide else torch.float32, device=device)
@@ -186,15 +188,16 @@ def new_rate(group: dict[str, Any]) -> Tensor:
 
 
 def follow_rate(group: dict[str, Any], rate: Tensor) -> None:
-    """Fill a learning rate with what stands in the group.
+    """Fill a learning rate with the number in the group.
 
-    Raises: ValueError for what is no rate; nothing is written then.
+    Raises: ValueError if that is no rate; nothing is written then.
     """
     given = group["lr"]
     if given is rate and rate.device.type != "cpu":  # nobody waits for a device here
         return
     number = checked_rate(given)
     if given is not rate:
+        # In place: the transform was made with this tensor, so a step reads the new number.
         rate.fill_(number)
         group["lr"] = rate if isinstance(given, Tensor) else given
 

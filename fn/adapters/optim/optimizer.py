@@ -97,6 +97,7 @@ class Optimizer(Core):
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(make, binding, listed, {"lr": lr, **defaults})
+        # Compared before super().__init__ makes states, which communicates: ranks with other groups would wait there.
         with binding:
             agree.check_listed(axes, listed, {"max_norm": max_norm, **describe(schedule)})
         gradients.check_max_norm(max_norm, axes)
@@ -122,9 +123,11 @@ class Optimizer(Core):
                 problem = error
             with self.binding:
                 agree.check_accepted(self.axes, before, problem, self.param_groups)
+            # `check_accepted` has raised where there is a problem.
             assert unit is not None
             self.start(unit)
         except BaseException:
+            # torch has appended the group by now.
             del self.param_groups[before:]
             self.untrained = frozen
             raise
@@ -138,6 +141,7 @@ class Optimizer(Core):
                 group[name] = x.of(p for p in params if p.requires_grad)
         tree.check_real(pieces(params), "params")
         left, come = [p.requires_grad for p in params], {id(p) for p in params}
+        # Parameters that are added again are not frozen any more, or are noted anew in the next line.
         self.untrained = [(name, p) for name, p in self.untrained if id(p) not in come]
         self.untrained += [(name, p) for name, p, trained in zip(names, params, left, strict=True) if not trained]
         for key in ("params", "param_names"):
@@ -147,17 +151,18 @@ class Optimizer(Core):
         groups.check_params(self.param_groups)
         rate = groups.new_rate(group)
         groups.show_defaults(group, self.make)
+        # Made before the ranks say whether they accept the group: what one of them refuses, all hear of.
         transform = self.made([group], [rate])
         check_divided(transform, self.max_norm, group["params"])
         check_fits(transform, self.schedule)
         return Unit(transform, [group], [rate], self.made_of([group]))
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the transform of a unit of param groups is made of, the learning rates aside."""
+        """Return the hyper-parameters that the transform of a unit is made with, but for the learning rates."""
         return groups.hyper_parameters(given[0], self.make)
 
     def made(self, given: list[dict[str, Any]], rates: list[Tensor]) -> Transform:
-        """Return what `make` makes for a unit of one param group, guarded; it is told of shards if it takes that."""
+        """Return the guarded transform that `make` makes for one param group; it is given `shards` if it takes them."""
         (group,), (rate,) = given, rates
         argument, more = groups.signature_of(self.make).get("shards"), {}
         division = division_of(group["params"]) if argument is not None and argument.default is None else None
@@ -196,13 +201,14 @@ class Optimizer(Core):
                 self.updates.clear()
 
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
-        """Raise what a step would raise if a param group of a unit held these entries."""
+        """Raise the error that a step would raise if a param group of a unit held these entries."""
         self.made([group], unit.rates[:1])
 
     def gradients(self, phase: Phase | Round) -> Grads:
         """Return the gradients of a step, unscaled and clipped: zeros where there is none."""
         grads = super().gradients(phase)
         gradients.check_kinds(grads, [groups.names_of(group) for group in self.param_groups])
+        # Unscaled before they are looked at or clipped: the ranks' scales may differ.
         grads = gradients.unscaled(grads, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         if isinstance(phase, Phase) and phase in self.doubts and gradients.look_at_first(grads, phase, self.axes):
             self.doubts.discard(phase)
@@ -229,18 +235,19 @@ class Optimizer(Core):
         stage_exchange(self, round_).commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return what raises if they are in another one."""
+        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
         axes = tuple(axis for axis in self.axes if axis not in inside_of(self))
         return agree.announced(axes, number, steps, device_of(self))
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what a step leaves as it is: params that rest, and the copies that a state keeps of them."""
+        """Return the tensors that a step must not change: params that rest, and the copies of them in a state."""
         alone, kept = not self.wires and all(axis_size(axis) == 1 for axis in self.axes), []  # as bound now
         for unit in self.units:
             members = [p for group in unit.groups for p in group["params"]]
             rests = [not p.requires_grad or (alone and p.grad is None) for p in members]
             if any(rests):
                 params = tree.leaves(unit.params)
+                # Copies of all params, such as an anchor, rest with them; else the next exchange would move what rests.
                 copies = [tree.leaves(copy) for copy in roles.find(unit.state, "copies")]
                 alike = [copy for copy in copies if [x.shape for x in copy] == [p.shape for p in params]]
                 kept += [
@@ -274,6 +281,7 @@ class Optimizer(Core):
 
         Elsewhere it continues without this rank's errors, whose paths name it; `fn.adapters.checkpoint` keeps all.
         """
+        # torch runs these hooks in its own state_dict, which is not called here.
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = of_rank(self)
@@ -289,6 +297,7 @@ class Optimizer(Core):
             or whose number is out of range; TypeError for keys that are no strings; nothing is loaded then.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
+            # A copy, as torch makes one: a hook may change it, and the caller's stays as it is.
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
         restore_of_rank(self, state_dict)
@@ -296,11 +305,12 @@ class Optimizer(Core):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: not what closes over this one's learning rates, nor its hooks."""
+        """Return the attributes that a copy needs: none that hold on to this one's learning rates, nor its hooks."""
         land(self)
         of_this_one = {"step", "updates", "staged", "flights", "background", "ahead"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
+        # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
         return {**kept, "units": [replace(unit, transform=None) for unit in self.units]}  # type: ignore[arg-type]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -333,6 +343,7 @@ def check_fits(transform: Transform, schedule: Schedule) -> None:
 
     A schedule of this library says now what it comes to; a step would say so after thousands of others.
     """
+    # `composed` raises for a phase that the transform does not have.
     for phase in phases_of(schedule):
         try:
             transform.composed(phase)

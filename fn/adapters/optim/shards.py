@@ -45,6 +45,8 @@ def pieces(tensors: list[Tensor]) -> list[Tensor]:
 
 def as_dtensor(piece: Tensor, like: DTensor) -> Tensor:
     """Return a tensor of this rank as its piece of a DTensor that is divided as another one; in the same memory."""
+    # Unchecked, for a check communicates, and a rank may save alone. With the whole shape, which cannot be calculated
+    # from pieces of unequal size.
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
@@ -58,6 +60,7 @@ class Division(NamedTuple):
     def bound(self, binding: Binding) -> Binding:
         """Return a binding of the axis, too. Raises: ValueError if other ranks are bound to its name."""
         name, there = self.shards.axis, binding.axes.get(self.shards.axis)
+        # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
         if there is None:
             return Binding({**binding.axes, **bind({name: self.group}).axes})
         ranks = None
@@ -124,10 +127,12 @@ def check_placed(params: Sequence[Tensor], axes: Sequence[str], binding: Binding
             raise ValueError(expected("params", f"parameter {i} to be sharded or replicated", f"{p.placements}"))
         mesh = p.device_mesh
         for axis, bound in ((axis, binding.axes[axis]) for axis in axes):
+            # One rank averages with nobody, and other transports have no list of ranks to compare with the mesh's.
             if bound.size == 1 or bound.transport == ALONE or bound.transport in registered:
                 continue
             ranks = {*dist.get_process_group_ranks(group_of(bound.transport))}
             for dim in range(mesh.ndim):
+                # This rank is in both groups; with a second one in both, FSDP2 communicates already.
                 if len(ranks & {*dist.get_process_group_ranks(mesh.get_group(dim))}) > 1:
                     wanted = f"parameter {i}, a DTensor, on mesh axes apart from {axis!r}, the axis of the optimizer"
                     cure = "leave the axis out, for FSDP2 averages over it; or bind one across the islands; or "

@@ -1,7 +1,7 @@
 """An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts.
 
-The path of what is one rank's own, such as residual errors and shards, names the rank. Loading checks everything first,
-and then writes.
+The path of a tensor of one rank alone, such as residual errors and shards, names the rank. Loading checks everything
+first, and then writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
 """The path of what is one rank's own. `torch.distributed.checkpoint` writes once what several ranks call alike."""
 
 SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
-"""What to say of a path that belongs to a param group."""
+"""The hint in messages about paths that belong to a param group."""
 
 KEEP_ALL = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
 
@@ -51,6 +51,7 @@ def flat_state(core: Core) -> dict[str, Tensor]:
     flat = {FORMAT: _int64(VERSION), "steps": _int64(core.steps)}
     for g, (group, _) in enumerate(_of_groups(core)):
         flat |= {f"groups.{g}.{name}": x for name, x in numbers_of(group).items()}
+        # As bytes (n,), a line for each name: a flat state has tensors only.
         if names := group.get("param_names"):
             flat[f"groups.{g}.names"] = torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8, device="cpu")
     # What is compared in a load is copied, for some loaders write into the tensors that they are given.
@@ -121,6 +122,7 @@ def restore(
         check_foreign(core, who)
     check_fits(live, mine)
     check_shards(core, live, mine)
+    # Before the first write, too: it tries these numbers on the transforms, which may refuse them.
     entries = [entries_of(core, g, mine) for g in range(len(core.param_groups))]
     what = ["its own errors, what compression had not delivered yet, are lost and start from zero"] if lost else []
     what += [f"what is each rank's own within a round, its moments say, is that of rank {by[0]}"] if of_other else []
@@ -128,11 +130,13 @@ def restore(
         warnings.warn(f"{who}: {'; '.join(what)}; to keep them {KEEP_ALL}", stacklevel=4)
     of_states = tree.by_path(core.states, "state.").items()
     buffers = {**(params or {}), **{path: x for path, x in of_states if path in mine}}
+    # The last thing that may raise; behind it nothing is refused any more, only written.
     write_all = written_into([*buffers.values()], [mine[path] for path in buffers])
     with core.writing(), torch.no_grad():
         write_all()
         for (group, _), new in zip(_of_groups(core), entries, strict=True):
             if "lr" in new and isinstance(group["lr"], Tensor):
+                # A tensor in the group stays the same object: schedulers and compiled steps may hold it.
                 new["lr"] = group["lr"].fill_(new["lr"])
             group.update(new)
         core.steps = int(mine["steps"])
@@ -146,7 +150,7 @@ def restore(
 
 
 def marks_of(core: Core) -> dict[str, str]:
-    """Return what each leaf of the states is to other ranks, as `fn.roles.kinds` says, by path."""
+    """Return the kind of each leaf of the states, as `fn.roles.kinds` says, by path."""
     return tree.by_path(roles.kinds(core.states), "state.")
 
 
@@ -163,12 +167,13 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
     rank, size = 0, 1
     for axis in axes:
         bound = core.binding.axes[axis]
+        # Row-major over the axes: the first one changes slowest.
         rank, size = rank * bound.size + int(bound.rank), size * bound.size
     return rank, size
 
 
 def owned_elsewhere(core: Core) -> set[str]:
-    """Return the paths of what other ranks own. It has no elements here; an error in codes has an age beside them."""
+    """Return the paths of tensors that other ranks own: empty ones, and the age beside an error in empty codes."""
     errors = {id(x) for x in roles.find(core.states, "errors")}  # of these a rank has a tuple with one for each tensor
     owned = roles.find(core.states, "owned")
     entries = [tree.leaves(entry) for x in owned for entry in (x if id(x) in errors else tree.leaves(x))]
@@ -177,9 +182,9 @@ def owned_elsewhere(core: Core) -> set[str]:
 
 
 def divided(core: Core) -> dict[str, DTensor]:
-    """Return {path: the DTensor that it is divided like} of what is in the state as a parameter is, of momenta say.
+    """Return {path: the DTensor that it is divided like} of those leaves of the state, such as momenta, that are.
 
-    Which leaf belongs to which parameter an init tells of stand-ins, no two of which have the same shape.
+    To find the parameter of a leaf, init makes a state of stand-ins, no two of which have the same shape.
     """
     found, marks = dict[str, DTensor](), marks_of(core)
     one = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
@@ -188,6 +193,7 @@ def divided(core: Core) -> dict[str, DTensor]:
         params = [p for group in unit.groups for p in group["params"]]
         if not any(isinstance(p, DTensor) for p in params):
             continue
+        # (1000 + i, 1, ...) for parameter i, of as many dimensions as it has: some links treat matrices otherwise.
         shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
         members = iter([x.new_zeros(shape) for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
@@ -202,7 +208,7 @@ def divided(core: Core) -> dict[str, DTensor]:
 
 
 def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None:
-    """Refuse what this version has not saved with a ValueError that says so."""
+    """Refuse a state in another format than this version's with a ValueError that says so."""
     if {"state", "param_groups"} <= saved.keys():
         cure = "start anew, with a warm-up in which the moments build up again, or take them over by from_adamw"
         wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"

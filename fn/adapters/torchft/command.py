@@ -1,6 +1,6 @@
-"""`python -m fn lighthouse` and `python -m fn island`: torchft's lighthouse and torchrun, and what is typed elsewhere.
+"""`python -m fn lighthouse` and `python -m fn island`: torchft's lighthouse and torchrun, with fitting flags.
 
-Neither does more than to run one program with flags that fit. It prints the line that it runs.
+Each prints the command line that it runs; the first one also the line for the other machines.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from fn.adapters.torchft.connect import LIGHTHOUSE, PORT, address_of, address_towards
 
 ELSEWHERE = "192.0.2.1"
-"""An address that is kept for examples: the way to it is the way out."""
+"""An address that is reserved for examples: the way to it is the way to other machines."""
 
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Without it a restart meets in the store of the time before, and waits for the addresses of ranks that are gone."""
+"""A variable for torchrun. Without it, a restart meets in the store of the last start, and waits for ranks of that."""
 
 HEARTBEAT = 10
 """Seconds of silence after which an island counts as lost: its machine may be busy."""
@@ -40,7 +40,7 @@ def add_lighthouse(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lighthouse(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Print what is typed elsewhere, and become the lighthouse."""
+    """Print the command for the other machines, and become the lighthouse."""
     program = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         parser.error("torchft_lighthouse: expected an installed torchft, but got none; pip install torchft")

@@ -33,7 +33,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def made_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return what islands must have alike: version, method and schedule, and the shape of each tensor of the state."""
+    """Return the settings that islands must share: version, method, schedule, and the shapes of the state."""
     state = state_of(optimizer)
     layout = {f"the layout of {path}": f"{x.dtype} {tuple(x.shape)}" for path, x in state.items()}
     return {"the version of fn": __version__, **describe((optimizer.make, optimizer.schedule)), **layout}
@@ -91,13 +91,17 @@ def hand_over(
     Raises: RuntimeError if communication fails.
     """
     size, nothing = group.size(), [0] * group.size()
+    # Into other memory: where the source is lost half way, this island's state is whole.
     taken = {path: x.new_empty(x.shape) for path, x in state.items()} if rank in takers else dict(state)
+    # Each island cuts a state of the same shapes into the same messages, so that no lengths have to be sent.
     for parts in _messages([_bytes_of(x) for x in taken.values()] if takers else []):
         lengths = [piece.numel() for piece in parts]
         sends = [sum(lengths) if i in takers else 0 for i in range(size)] if rank == source else nothing
         gets = [sum(lengths) if i == source else 0 for i in range(size)] if rank in takers else nothing
+        # Bytes (n,) from the source; (0,) from all others.
         message = torch.cat([piece.to(device) for piece in parts]) if rank == source else parts[0][:0].to(device)
         received = message.new_empty(sum(gets))
+        # (n,) -> (takers * n,): the same bytes for each taker.
         group.alltoall_base(received, message.repeat(len(takers)), gets, sends, AllToAllOptions()).wait()
         if rank in takers:
             for piece, x in zip(parts, received.split(lengths), strict=True):
@@ -107,7 +111,7 @@ def hand_over(
 
 def _bytes_of(x: Tensor) -> Tensor:
     """Return the elements of a tensor as bytes; those of a contiguous one are its memory."""
-    return x.detach().reshape(-1).view(torch.uint8)
+    return x.detach().reshape(-1).view(torch.uint8)  # (...) -> (n,) -> (bytes,)
 
 
 def _messages(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:

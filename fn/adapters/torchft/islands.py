@@ -114,7 +114,7 @@ _INSIDE = "ranks of this island"
 
 
 class _Word(NamedTuple):
-    """What an island says to the others at a quorum, the same on all its ranks.
+    """The message of an island to the others at a quorum, the same on all its ranks.
 
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
@@ -269,6 +269,7 @@ class Islands(Optimizer):
             return False
         if staged is not None:
             staged.commit()
+        # Only here: tokens of an exchange that was dropped count in the next one.
         self.unsent = 0.0 if trained else self.unsent
         return True
 
@@ -306,8 +307,9 @@ class Islands(Optimizer):
         self.greeted = group.parent
 
     def meet(self, *numbers: float) -> list[list[float]]:
-        """Return what each island tells. Raises: RuntimeError where an island was lost, so that nobody writes."""
+        """Return the numbers of each island. Raises: RuntimeError where an island was lost, so that nobody writes."""
         mine = torch.tensor(numbers or (0,), dtype=torch.float64, device=device_of(self))
+        # (k,) -> (W, k), a row of each island.
         told: list[list[float]] = all_gather(mine, self.islands).tolist()
         return told
 
@@ -321,7 +323,7 @@ class Islands(Optimizer):
             raise
 
     def agreed(self, problem: Exception | None, trained: bool) -> _Word | None:
-        """Return what this island says; None if a rank of it is not in the quorum.
+        """Return the message of this island; None if a rank of it is not in the quorum.
 
         Args: problem: what this rank raises. trained: as for `take`.
         Raises: `problem`; `PeerLost` if another rank of the island raises; ValueError for unequal steps.
@@ -386,14 +388,18 @@ class Islands(Optimizer):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # or it would rest here, and move elsewhere
         grads = pieces([p.grad for p in params])
         means = list[tuple[Tensor, Tensor]]()
+        # Sorted: a set has another order in each process, and islands would add messages of different dtypes up.
         for kind in sorted({(g.dtype, g.device) for g in grads}, key=str):
             alike = [g for g in grads if (g.dtype, g.device) == kind]
+            # (...) each -> (n,)
             message = torch.cat([g.reshape(-1) for g in alike])
+            # Zeros, and not 0 times the gradients: where these are NaN so would the mean of all islands be.
             mean = mean_in_place(message.mul_(weight) if weight else torch.zeros_like(message), self.islands)
             means += zip(alike, mean.split([g.numel() for g in alike]), strict=True)
 
         def commit() -> None:
             for g, mean in means:
+                # (n_i,) -> the gradient's shape.
                 g.copy_(mean.view(g.shape))
             self.averaged = True
 
@@ -406,6 +412,7 @@ class Islands(Optimizer):
         """
         behind = [i for i, of in enumerate(words) if of.behind]
         current = [i for i in range(len(words)) if i not in behind] or behind
+        # All islands choose the same one: that of the most steps, and the first of several.
         source = max(current, key=lambda i: (words[i].steps, -i))
         failure, state, takers = None, state_of(self), list[int]()
         try:
@@ -448,6 +455,7 @@ def _transport(group: Any) -> Transport:
         return received
 
     def gather(x: Tensor) -> Tensor:
+        # (...) -> (W, ...); torchft writes into the W views of it.
         rows = x.new_empty((size, *x.shape))
         group.allgather([list(rows.unbind())], [x], AllgatherOptions()).wait()
         return rows

@@ -1,4 +1,4 @@
-"""What ranks compare: what an optimizer is made of and starts from, and which exchange they are in."""
+"""Comparisons between ranks: of settings, of the numbers that a run starts from, and of the exchange that follows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compare_on_axes(
 
 
 def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, object]) -> None:
-    """Compare what transforms do not know: ranks with other phases, groups or names would wait for one another.
+    """Compare settings that transforms do not know: ranks with other phases, groups or names would wait for each other.
 
     Args: params: what a `torch.optim.Optimizer` was given, as a list. others: more that must agree.
     Raises: `RanksDisagree`, on every rank.
@@ -86,6 +86,7 @@ def check_accepted(
     """
     verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
     fields: dict[str, object] = {f"param group {group}": verdict}
+    # A group that was refused may hold anything, so its layout is not looked at.
     members = pieces(groups[group]["params"]) if problem is None else []
     for name, p in zip(names_of(groups[group]), members, strict=True) if members else ():
         if not p.is_contiguous():
@@ -114,6 +115,7 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
     # Params first: a state may hold copies of them, whose names the user does not know.
     _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
     marks = tree.by_path(roles.kinds(unit.state))
+    # Errors, shards and what ranks own differ between ranks by their nature.
     same = {path: leaf for path, leaf in tree.by_path(unit.state).items() if marks[path] == SAME}
     fields = {f"{name} of param group {place}": text for name, text in _settings(unit.hyper)}
     fields |= {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
@@ -122,7 +124,7 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
 
 
 def _settings(hyper: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a param group was made of, as text."""
+    """Yield the names and texts of the hyper-parameters of a param group."""
     for name, value in hyper.items():
         for part, text in describe(value).items():
             inner = part.partition(".")[2]
@@ -175,9 +177,9 @@ def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dic
 
 
 def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.device) -> Callable[[], None]:
-    """Tell the other ranks which exchange follows; return what waits for what they say, and compares.
+    """Tell the other ranks which exchange follows; return a function that waits for theirs, and compares.
 
-    What travels says nothing of what it is: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
+    A message does not name its content: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
     a mean of two fragments of one size would be taken for one of each.
 
     Inside of `fn.kernels.flags.assumed` an accelerator is not waited for: whether all say the same is one of these
@@ -188,11 +190,13 @@ def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.devi
     if not axes or axis_size(axes) == 1:
         return lambda: None
     # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
-    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (number, steps)])
+    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (number, steps)])  # (2,)
     with watched_by(Watchers()):  # a header, which no ledger counts
+        # (2,) -> (W, 2), W over all axes.
         rows = all_gather(mine, axes)
 
     def compare() -> None:
+        # (W, 2) against the (1, 2) of rank 0.
         if flags.known((rows == rows[:1]).all()):
             return
         first, *others = rows.cpu().tolist()

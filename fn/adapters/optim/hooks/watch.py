@@ -1,4 +1,4 @@
-"""Warn about what runs but does not do what was meant: configurations, missing gradients, jumps, skips in a row.
+"""Warnings of runs that do not do what was meant: by configurations, missing gradients, jumps, skips in a row.
 
 The ranks skip together and know how many times, so that they can tell each other what they see when it is time for a
 warning. Steps that are taken, and the first that are skipped, send nothing for it.
@@ -51,14 +51,14 @@ LOOK = 16
 """Local steps between two looks at how many of them were left out, at most."""
 
 SHRINKS = "weight decay, if there is any, shrinks them all the same"
-"""What becomes of parameters whose second moment is 0 and frozen."""
+"""How parameters move whose second moment is 0 and frozen."""
 
 NAMED = 4
 """Ranks, or parameters, that a warning names."""
 
 
 def at_start(core: Any, given: bool) -> None:
-    """Warn of what does not compress, send or warm up, and watch from now on.
+    """Warn of settings that do not compress, send or warm up, and watch the steps from now on.
 
     Args: given: whether there is a schedule.
     """
@@ -87,26 +87,26 @@ def at_start(core: Any, given: bool) -> None:
 
 
 def register(core: Core) -> None:
-    """Hang what watches on a step; a copy of an optimizer gets its own."""
+    """Register the hooks that watch steps; a copy of an optimizer gets its own."""
     watch = _Watch()
     core.register_step_post_hook(lambda opt, args, kwargs: watch.after(opt))
     core.register_load_state_dict_post_hook(lambda opt: watch.start_anew(core))
 
 
 class _Watch:
-    """What is remembered from step to step of what there is to warn of."""
+    """The counts and flags that warnings need from step to step."""
 
     def __init__(self) -> None:
         self.is_first, self.has_jumped = True, False
         self.without: list[tuple[int, int]] = []  # (unit, parameter) that had no gradient up to now
-        self.looked_at: set[Phase] = set()  # phases whose tensors fit their kernels, or it was said that they do not
+        self.looked_at: set[Phase] = set()  # phases whose tensors were compared with what their kernels take
         self.skipped_in_a_row = 0
         self.left_out_in_a_row: dict[int, int] = {}
         self.outliers_in_a_row: dict[tuple[int, int], int] = {}
         self.left_out = self.unseen = self.dropped = self.dropped_in_a_row = 0
 
     def after(self, core: Core) -> None:
-        """Look at what a step has left."""
+        """Look for reasons to warn behind a step."""
         phase, moved = core.now, core.moved
         if self.is_first or self.without:
             self.watch_missing(core)
@@ -117,6 +117,7 @@ class _Watch:
             self.has_jumped = _warn_of_jumps(core)
         if phase.phase is not Phase.LOCAL:
             self.skipped_in_a_row = 0 if moved else self.skipped_in_a_row + 1
+            # All ranks have skipped as many, so they all come here together, and may communicate in `_warn`.
             if is_due(self.skipped_in_a_row):
                 _warn(core, f"steps: the last {self.skipped_in_a_row} were skipped, and nothing moves until one is not")
         if isinstance(phase, Round) and phase.end is not None:
@@ -156,6 +157,7 @@ class _Watch:
         before, self.left_out = self.left_out, _count(core, "left_out")
         is_left_out = self.left_out > before
         count = self.left_out_in_a_row[fragment] = self.left_out_in_a_row.get(fragment, 0) + 1 if is_left_out else 0
+        # Ranks leave out exchanges together, so they all come here together.
         if is_due(count):
             which = f"the last {count} of fragment {fragment}"
             _warn(core, f"exchanges: {which} were left out, and its anchor rests until one is not")
@@ -165,6 +167,7 @@ class _Watch:
         """Name, on rank 0, the ranks whose differences were left out of a mean: the first time, and many in a row."""
         for u, unit in enumerate(core.units):
             found = [int(on_host(x)) for x in roles.find(unit.state, "outliers")]
+            # Two numbers of each mean: how many ranks were left out, and the first of them.
             for i, (number, first) in enumerate(zip(found[::2], found[1::2], strict=True)):
                 count = self.outliers_in_a_row[u, i] = self.outliers_in_a_row.get((u, i), 0) + 1 if number else 0
                 if (count == 1 or is_due(count)) and place_of(core)[0] == 0:
@@ -187,6 +190,7 @@ class _Watch:
         before, self.dropped = self.dropped, _count(core, "dropped")
         row = self.dropped_in_a_row
         self.dropped_in_a_row = row + taken if self.dropped - before == taken else 0
+        # Several steps are looked at together, so a count at which a warning is due may lie between two looks.
         if any(map(is_due, range(row + 1, self.dropped_in_a_row + 1))):
             rank, _ = place_of(core)
             what = next(_not_finite(core), "an update")
@@ -214,7 +218,7 @@ def _is_stuck(unit: Unit, i: int, phase: Phase) -> bool:
 
 
 def _say_slow(core: Core, phase: Phase | Round) -> None:
-    """Say in the log why steps that could be in place are taken link by link."""
+    """Log why steps that could be in place are taken link by link."""
     for unit, update in zip(core.units, updates_of(core, phase), strict=True):
         members = _members(unit)
         grads = [p if p.grad is None else p.grad for p in members]
@@ -273,9 +277,11 @@ def _jumps(core: Core, unit: Any) -> Iterator[tuple[str, tuple[float, int, int, 
         named = names if of_params else [f"shard {i} of this rank" for i in range(len(mus))]
         for name, mu, nu in zip(named, mus, nus, strict=True):
             if mu.numel() and mu.shape == nu.shape:
+                # Corrected as the step was, whose direction is m / w1 over sqrt(v / w2) + eps.
                 size = (mu / weights[0]).abs()
                 steps = over_root(size, nu / weights[1], eps).nan_to_num_(0.0)
                 far = steps > FAR
+                # With eps = size / ORDINARY no element moves by more than ORDINARY, whatever its second moment is.
                 yield name, (float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY)
 
 
@@ -295,6 +301,7 @@ def second_moment_norm(core: Core) -> float:
         raise ValueError(expected("schedule", wanted, got, "use fn.freeze_after(step)"))
     leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
     norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
+    # S of () -> (S,) -> (): tensors may lie on several devices.
     return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0
 
 
@@ -345,6 +352,7 @@ def _warn(core: Core, text: str) -> None:
         for axis in axes:
             gathered = gather_values(texts, axis, next(iter(core.param_groups))["params"][0].device)
             texts = [text for of_rank in gathered for text in of_rank]
+    # Only behind the messages: rank 0 needs what the others have gathered.
     if rank:
         return
     more = f"; and something on {len(texts) - NAMED} more ranks" if len(texts) > NAMED else ""
