@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Phase, Transform, UpdateFn, check_state, missing, says, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
@@ -35,6 +35,7 @@ from fn.collectives.compressed import (
 from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors, row_count
 from fn.errors import expected
+from fn.facts import Averages, Facts
 from fn.kernels.table import cells
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
@@ -131,7 +132,7 @@ def average(
         return mean, CodedAverageState(errors)
 
     rule = Average(axis, codec, feedback, warmup)
-    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis))
+    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis, warmup=True))
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
@@ -156,18 +157,20 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         return layouts.restore(structure, means), state
 
     rule = Average(axis, None, None, warmup)
-    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis))
+    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis, warmup=True))
 
 
-def _facts(axis: AxisNames | None) -> Facts:
-    return Facts(() if axis is None else names(axis))
+def _facts(axis: AxisNames | None, *, warmup: bool = False, compressed: bool = False) -> Facts:
+    axes = () if axis is None else names(axis)
+    return Facts(axes, averages=Averages(axes if warmup else (), axes if compressed else ()))
 
 
 def always_average(axis: AxisNames | None) -> Transform:
     """Average as `average` does, and have no other phase: for optimizers that do not compress."""
     owner = "an optimizer that always averages exactly"
     compressed, local = missing(Phase.COMPRESSED, owner), missing(Phase.LOCAL, owner)
-    return average(axis)._replace(compressed_update=compressed, local_update=local)
+    exact = average(axis)
+    return exact._replace(compressed_update=compressed, local_update=local, facts=Facts(facts_of(exact).axes))
 
 
 def compressed_average(
@@ -366,7 +369,7 @@ def _in_codes(
 
         return update
 
-    compressed, facts = averaging(in_codes), _facts(axis)
+    compressed, facts = averaging(in_codes), _facts(axis, warmup=delivered is not None, compressed=True)
     if delivered is not None:
         local = missing(Phase.LOCAL, "an average of differences")
         return Transform(init, averaging(exactly), compressed, local, facts=facts)

@@ -12,20 +12,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_number
-from fn.base import (
-    Facts,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_arguments,
-    check_params,
-    facts_of,
-    lift,
-    merged,
-    missing,
-    says,
-)
+from fn.base import Phase, Transform, UpdateFn, check_arguments, check_params, facts_of, lift, missing, says
 from fn.errors import expected
+from fn.facts import Averages, Facts, merged
 from fn.kernels import layout, reference, rules
 from fn.kernels.lists import squared_norms
 from fn.roles import declare
@@ -242,6 +231,7 @@ def scale_by_onebit_lamb(
     rule = OnebitLamb(hyper, sync.compressed_update, limit, compressed)
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})  # nu is frozen
     facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
+    facts = facts._replace(averages=Averages((), facts.averaged.compressed))  # its warm-up does without sync
     return Transform(init, LambWarmup(hyper, warmup), rule, local, needs_warmup=frozen, facts=facts)
 
 

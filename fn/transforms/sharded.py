@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_interval, check_is_transform
-from fn.base import Facts, Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, merged, missing
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
@@ -44,6 +44,7 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
 from fn.collectives.primitives import all_gather
 from fn.errors import expected
+from fn.facts import Facts, merged
 from fn.kernels import flags, memory_pool, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare

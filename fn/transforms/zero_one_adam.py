@@ -15,6 +15,7 @@ from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, fact
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
+from fn.facts import Averages
 from fn.kernels import rules
 from fn.kernels.reference.steps import over_root
 from fn.kernels.tracing import is_concrete
@@ -246,7 +247,8 @@ def scale_by_zero_one_adam(
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
     variance = VarianceStep(hyper, warmup)
     agreed = SynchronisingStep(hyper, sync.compressed_update, synchronise)
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
+    synced = facts_of(sync).averaged.compressed  # a synchronising step averages what local steps have done, too
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf, averages=Averages((), synced, synced))
     return Transform(init, variance, agreed, LocalStep(hyper, local), needs_warmup=frozen, facts=facts)
 
 

@@ -25,20 +25,10 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import (
-    Facts,
-    NewParams,
-    Phase,
-    Transform,
-    chain,
-    check_arguments,
-    facts_of,
-    merged,
-    missing,
-    stateless,
-)
+from fn.base import NewParams, Phase, Transform, chain, check_arguments, facts_of, missing, stateless
 from fn.collectives.codecs.codec import Codec, Segments
 from fn.collectives.codecs.sign import sign
+from fn.facts import Averages, Facts, merged
 from fn.kernels import rules
 from fn.kernels.reference.steps import over_root
 from fn.kernels.tracing import cached_plan
@@ -243,7 +233,8 @@ def scale_by_zero_one_adam(
         return NewParams(new_params), state._replace(step=state.step + 1)
 
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL})
-    facts = facts_of(sync)._replace(unclamped=True)
+    synced = facts_of(sync).averaged.compressed
+    facts = facts_of(sync)._replace(unclamped=True, averages=Averages((), synced, synced))
     return Transform(
         init, warmup, synchronise if frozen else average_gradients, local, needs_warmup=needs, facts=facts
     )
@@ -305,6 +296,7 @@ def scale_by_onebit_lamb(
 
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})
     facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
+    facts = facts._replace(averages=Averages((), facts.averaged.compressed))
     return Transform(init, warmup, compressed, local, needs_warmup=frozen, facts=facts)
 
 
