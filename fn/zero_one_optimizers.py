@@ -62,5 +62,5 @@ def zero_one_adam(
     Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
     """
     sync = average_in_codes(axis, codec, feedback, "flat", servers)
-    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, max_step=max_step)
+    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, bias_correction=True, max_step=max_step)
     return agreed(skip_nonfinite(chain(warm_up(axis, warmup), link)), axis)

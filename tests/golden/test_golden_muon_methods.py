@@ -11,6 +11,7 @@ import chains
 import numpy as np
 import pytest
 from golden.test_golden_muon import FOLDER, Case, case_of
+from golden_cases import recorded_form
 from torch import Tensor
 
 import fn
@@ -213,7 +214,8 @@ def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> No
     tx = fn.skip_nonfinite(fn.chain(fn.average("data"), average))
     for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
         found = {"param": params, "x": fn.contrib.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
-        found |= {"momentum": tree.fields(state, "mu")[0], "variance": tree.fields(state, "nu")[0]}
+        found |= {"momentum": recorded_form(state, "mu", hyper["betas"])}
+        found |= {"variance": recorded_form(state, "nu", hyper["betas"])}
         for name, leaves in found.items():
             for i, x in enumerate(leaves):
                 case.hold(x, f"p{i}.{name}", t)
