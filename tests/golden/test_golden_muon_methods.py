@@ -78,7 +78,7 @@ def test_lion_muon_follows_its_authors_code(row: dict[str, Any]) -> None:
     for t, params, state in replayed(case, tx, fn.periodic(hyper["period"])):
         for i, p in enumerate(params):
             case.hold(p, f"p{i}.param", t)
-        for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
+        for i, v in zip(others, recorded_form(state, "nu", hyper["betas"]), strict=True):
             case.hold(v, f"p{i}.variance", t)
 
 
@@ -182,7 +182,7 @@ def test_dion2_follows_its_authors_code(row: dict[str, Any]) -> None:
         for i, m in zip(case.places("matrix"), rows, strict=True):
             for of_rank in m:
                 case.hold(of_rank, f"p{i}.momentum", t)
-        for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
+        for i, v in zip(others, recorded_form(state, "nu", hyper["betas"]), strict=True):
             case.hold(v, f"p{i}.variance", t)
 
 
