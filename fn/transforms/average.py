@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fn import tree
@@ -340,7 +342,14 @@ def _in_codes(
             leaves, structure = tree.flatten(_in_order(updates, params))
             means: dict[int, Tensor] = {}
             worker, server = [], []
-            vectors = arrange(leaves)
+            kinds = tree.leaves(params)
+            if len(kinds) == len(leaves):
+                # Grouped as the params are, by which init has grouped: momenta of bfloat16 params are float32, so that
+                # beside float32 params all of them would make one vector, for which there is no error.
+                vectors = arrange(kinds)
+                leaves = _in_one_dtype(leaves, vectors)
+            else:
+                vectors = arrange(leaves)
             if lengths := {len(errors) for errors in state} - {len(vectors)}:
                 wanted, got = f"errors of the {len(vectors)} vectors that the updates make", f"{lengths.pop()}"
                 raise ValueError(expected("state", wanted, got, "a state belongs to the params that init got"))
@@ -365,6 +374,18 @@ def _in_codes(
         return Transform(init, unchanged, compressed, unchanged, facts=facts)
     rule = CompressedAverage(axis, codec, feedback, layout, servers, compressed)
     return Transform(init, unchanged, rule, unchanged, facts=facts)
+
+
+def _in_one_dtype(leaves: list[Tensor], vectors: list[layouts.Bucket]) -> list[Tensor]:
+    """Return leaves of which those of a vector have one dtype, the widest of theirs."""
+    if len({leaf.dtype for leaf in leaves}) == 1:
+        return leaves
+    wide = [*leaves]
+    for bucket in vectors:
+        dtype = reduce(torch.promote_types, (leaves[i].dtype for i in bucket.leaf_indices))
+        for i in bucket.leaf_indices:
+            wide[i] = leaves[i].to(dtype)
+    return wide
 
 
 def _in_order(updates: Tree, params: Tree) -> Tree:

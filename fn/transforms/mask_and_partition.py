@@ -134,6 +134,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                   lambda params: tree.map(lambda p: "full" if p.ndim < 2 else "codes", params))
     """
 
+    # Ranks meet label by label: those that spelled the mapping in another order would wait for each other without end.
+    transforms = dict(sorted(transforms.items()))
     for label, transform in transforms.items():
         check_is_transform(f"transforms[{label!r}]", transform)
 
