@@ -237,7 +237,7 @@ def scale_by_onebit_lamb(
 
 def start_lamb(params: Tree) -> tuple[Any, ...]:
     """Return the fields of `OnebitLambState` before the first update, but `sync`, in their order."""
-    step, mu, nu, _, _ = start_moments(params)
+    step, mu, nu = start_moments(params)
     coefficient, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
     return step, mu, nu, tree.map(torch.zeros_like, nu), coefficient, factor, ratio, scaling
 

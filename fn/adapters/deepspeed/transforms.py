@@ -40,6 +40,7 @@ from fn.transforms.adam import (
     moving_average,
     moving_average_of_squares,
     start_moments,
+    widest,
 )
 from fn.transforms.average import average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, check_decay, check_rate, scale_by_learning_rate
@@ -104,8 +105,7 @@ def scale_by_onebit_adam(b1: float, b2: float, eps: float, *, sync: Transform) -
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         updates, params = check_arguments(updates, state, params, OnebitAdamState, "nu")
         mu, errors = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
-        weight = b1 * state.mu_weight + (1 - b1)
-        state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=errors)
+        state = state._replace(step=state.step + 1, mu=mu, sync=errors)
         return adam_direction(mu, state.nu, eps), state
 
     assert isinstance(masked.compressed_update, adam.OnebitAdam)
@@ -172,7 +172,8 @@ def scale_by_zero_one_adam(
     check_rate(lr)
 
     def init(params: Tree) -> ZeroOneAdamState:
-        step, mu, nu, elapsed, _ = start_moments(params)
+        step, mu, nu = start_moments(params)
+        elapsed = torch.zeros((), dtype=widest(mu), device=step.device)
         peak = torch.zeros((), dtype=torch.float32, device=step.device)
         went = tree.map(torch.zeros_like, mu)
         return ZeroOneAdamState(step, mu, nu, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
