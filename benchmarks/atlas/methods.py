@@ -170,7 +170,7 @@ ADAM_RATE, LAMB_RATE, LION_RATE = 3e-3, 3e-2, 1e-3
 LION = {"weight_decay": 0.3}
 """Its steps are of one size, about three times Adam's, so its rate is lower and its decay higher."""
 
-_onebit = partial(fn.onebit_adam, bias_correction=True, **ADAM)
+_onebit = partial(fn.onebit_adam, **ADAM)
 _muloco = partial(fn.muloco, labels=labels, weight_decay=0.1)
 _int8_muon = partial(muon, codec=fn.int8())
 _fifth = "a warm-up of 20 %"
