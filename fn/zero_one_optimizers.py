@@ -49,8 +49,8 @@ def zero_one_adam(
         tensor([ 2.3969, -1.2893,  1.1163])
 
     In the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), a second moment that is
-    frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in at
-    most 8 steps, 14 of 20 runs were lost at AdamW's rate; of this form none was.
+    frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in
+    at most 8 steps, 14 of 20 runs were lost at AdamW's rate; of this form none was.
 
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps: as for Adam. weight_decay: decoupled.
