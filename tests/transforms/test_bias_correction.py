@@ -51,6 +51,12 @@ def adamws(decay: float, held: Callable[[int], bool]) -> torch.Tensor:
 @pytest.mark.parametrize("warm", [1, 3, 8, STEPS], ids="a warm-up of {}".format)
 @pytest.mark.parametrize("name", MAKES)
 def test_the_first_steps_are_adamws_where_ranks_agree_and_codes_are_exact(name: str, warm: int) -> None:
+    """Frozen moments are those of the steps before, and as large as they should be.
+
+    Differs: fn.optimizers.onebit_adam: Moments are bias-corrected.
+    Differs: fn.optimizers.sharded_onebit_adam: Moments are bias-corrected.
+    Differs: fn.zero_one_optimizers.zero_one_adam: Moments are bias-corrected.
+    """
     make, behind, decay = MAKES[name]
     tx, grads = make(LR, weight_decay=decay), gradients()
 

@@ -135,7 +135,7 @@ def test_a_variance_step_takes_the_exact_mean_into_the_momentum() -> None:
     torch.testing.assert_close(tree.fields(after, "mu")[0][0], torch.tensor([[2.0, 4.0]] * 2))
     assert sent.messages == {("data", "all_reduce"): 1}
     (coded,) = fn.sign().decode(fn.sign().encode(torch.tensor([[2.0, 4.0]])))
-    torch.testing.assert_close(coded[:2], torch.full((2,), 0.1**0.5))
+    torch.testing.assert_close(coded[:2], torch.full((2,), 10**0.5))
 
 
 def test_a_variance_step_never_follows_a_local_one() -> None:
