@@ -187,7 +187,7 @@ PHASES = {
 
 each_phase = pytest.mark.parametrize(("optimizer", "phase"), PHASES.values(), ids=PHASES)
 
-QUICK = ("onebit_adam-compressed", "zero_one_adam-local", "loco_adamw-compressed")
+QUICK = ("onebit_adam-compressed", "zero_one_adam-local")
 """What stands for all phases in tests that compile each; the others are part of `make reliability-test`."""
 
 

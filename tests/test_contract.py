@@ -221,7 +221,7 @@ def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
         return ((params["x"] - center) ** 2).sum() / 2
 
     start = {"x": goal + 1.0}
-    found = train(optimizer, loss, start, [centers] * 300, world)
+    found = train(optimizer, loss, start, [centers] * 200, world)
     assert (found["x"] - goal).norm() < 0.25 * (start["x"] - goal).norm()
 
 

@@ -6,6 +6,7 @@ Imports inside functions and under TYPE_CHECKING count: they make a circle run, 
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,8 @@ def floor(module: str) -> int:
     return FLOORS[name]
 
 
-def imports(path: Path, package: str) -> list[tuple[str, bool]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """Return the modules that a file imports, for a type checker too, and whether it does so at its top."""
     tree = ast.parse(path.read_text())
     inner = {
@@ -106,7 +108,7 @@ def imports(path: Path, package: str) -> list[tuple[str, bool]]:
 
 
 EDGES = {
-    module: [(name, top) for name, top in imports(path, module) if name == "fn" or name.startswith("fn.")]
+    module: [(name, top) for name, top in imports(path) if name == "fn" or name.startswith("fn.")]
     for module, path in MODULES.items()
 }
 
@@ -163,7 +165,7 @@ def test_there_is_no_cycle():
 def test_optional_packages_are_imported_by_nobody_at_the_top():
     """Kernels may have a module of their own for one; then nothing imports that module at the top, see below."""
     for module, path in MODULES.items():
-        tops = {name.partition(".")[0] for name, top in imports(path, module) if top}
+        tops = {name.partition(".")[0] for name, top in imports(path) if top}
         assert not tops & set(OPTIONAL) or module.startswith(("fn.kernels.", "fn.adapters.")), module
 
 

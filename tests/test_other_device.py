@@ -11,7 +11,7 @@ from torch.utils import backend_registration
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
-QUICK = ("adamw", "1-bit Adam, compressed", "0/1 Adam, local")
+QUICK = ("adamw, warmup, clipped", "1-bit Adam, compressed, bias_correction=True", "0/1 Adam, local")
 
 
 @pytest.mark.skipif(

@@ -126,7 +126,7 @@ COMPRESSED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", STORES[1:], ids=["bf16", "int8"])
+@pytest.mark.parametrize("store", [pytest.param(STORES[1], marks=pytest.mark.reliability, id="bf16"), STORES[2]])
 @pytest.mark.parametrize("optimizer", COMPRESSED, ids=[o.name for o in COMPRESSED])
 def test_every_optimizer_trains_with_stored_errors_and_saves_them(optimizer, store):
     """Ranks pull apart, each to a minimum of its own: without the errors they would not find the common one."""

@@ -137,7 +137,7 @@ def count_means():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "rows"), [(1, "numba"), (2, "numba"), (3, "numba"), (1, "torch"), (2, "torch"), (3, "torch")]
+    ("world", "rows"), [(1, "numba"), (3, "numba"), (2, "torch")]
 )
 def test_a_step_in_place_is_the_pure_step(world, rows):
     check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
@@ -154,7 +154,7 @@ def test_a_step_that_overflows_is_at_the_clamp_in_place():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
+@pytest.mark.parametrize(("world", "rows"), [(3, "numba"), (2, "torch")])
 def test_onebit_lamb_in_place_is_the_pure_one(world, rows):
     check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb", rows), rows)
 
@@ -235,7 +235,7 @@ def zero_one_cases(rows: str) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
+@pytest.mark.parametrize(("world", "rows"), [(3, "numba"), (2, "torch")])
 def test_zero_one_adam_in_place_is_the_pure_one(world, rows):
     for outcome in ranks.run(world, zero_one_cases, rows):
         for case, differences in zip(ZERO_ONE_CASES, outcome, strict=True):

@@ -51,7 +51,7 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
+@pytest.mark.parametrize("chunk", [100, *(pytest.param(n, marks=pytest.mark.reliability) for n in (1, 1 << 22))])
 def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
     from fn.kernels import foreach
 
@@ -81,12 +81,6 @@ def test_the_numba_row_conforms(monkeypatch):
 
     monkeypatch.setattr(blocks, "LARGER_THAN_CACHE", LONG)
     assert fn.testing.conformance(numba.row("cpu"), sizes=SIZES)
-
-
-@pytest.mark.slow
-def test_the_reference_conforms_to_itself():
-    row = kernels.Accelerator("cpu", kernels.reference.REFERENCES)
-    assert fn.testing.conformance(row, sizes=(0, 9))
 
 
 @pytest.mark.slow

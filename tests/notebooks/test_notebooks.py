@@ -8,31 +8,34 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from ranks import LIMIT
+from ranks import LIMIT, python
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-QUICK = ("5_your_own_accelerator",)
-"""What stands for all notebooks; the others are part of `make reliability-test`, and `make notebooks` runs all."""
-
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-in_time = [pytest.param(p, id=p.stem, marks=[pytest.mark.reliability] * (p.stem not in QUICK)) for p in NOTEBOOKS]
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("path", in_time)
+@each_notebook
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, timeout=int(LIMIT), kernel_name="python3", resources=resources).execute()
+
+
+def test_the_cells_of_a_quick_notebook_run_in_order() -> None:
+    """It stands for all; `make notebooks` and `make reliability-test` run each, and with Jupyter."""
+    (path,) = (path for path in NOTEBOOKS if path.stem == "5_your_own_accelerator")
+    ended = python("-c", "\n".join(cell.source for cell in code_cells(path)), cwd=ROOT, MPLBACKEND="agg")
+    assert ended.returncode == 0, ended.stderr
 
 
 @each_notebook

@@ -17,6 +17,8 @@ from fn.kernels import known_answers, reference
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks
 from fn.kernels.reference import REFERENCES
+from fn.kernels.schemas import ON_LISTS
+from fn.testing.kernels import small_arguments
 
 KERNELS = triton.row("cpu").kernels
 SHAPES = [(1023,), (), (0,), (7, 1), (5, 3, 2, 2)]
@@ -216,6 +218,15 @@ def check_no_elements() -> None:
     assert KERNELS["adamw_"]([], [], [], [], 0.9, 0.99, *DESCENT, MOST, False) is NotImplemented
     for op, args in anywhere(torch.float32):
         compare(op, args, empty)
+
+
+def check_known_answers() -> None:
+    assert {*ON_LISTS, "sign_serve"} <= set(KERNELS)
+    for op in (*ON_LISTS, "sign_serve"):
+        assert known_answers.complaint(op, KERNELS[op], torch.device("cpu")) is None, op
+        args, again = (small_arguments(op)[0] for _ in range(2))
+        answers = (known_answers.as_tuple(f(*a)) for f, a in ((KERNELS[op], args), (REFERENCES[op], again)))
+        assert all(x is y is None or x.stride() == y.stride() for x, y in zip(*answers, strict=True)), f"{op}: strides"
 
 
 if __name__ == "__main__":

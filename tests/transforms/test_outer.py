@@ -492,7 +492,7 @@ def test_a_warm_up_step_behind_rounds_is_refused() -> None:
             w.step(Phase.WARMUP, gradients(2, 0))
 
 
-@pytest.mark.parametrize("when", [Phase.WARMUP, Round(), Round(1, None), Round(None, 1)])
+@pytest.mark.parametrize("when", [Round(), Round(1, 1)])
 def test_each_round_is_one_graph(when: Phase | Round) -> None:
     tx, params = fn.diloco(0.02, axis="data", fragments=2), start()
     g = tree.map(lambda x: x[0], gradients(1, 0))

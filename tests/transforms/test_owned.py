@@ -145,7 +145,7 @@ def all_ways(world: int) -> dict[Any, Any]:
     return {way: on_real_ranks(*way) for way in ways}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 def test_real_ranks_take_the_steps_of_simulated_ones(world: int) -> None:
     """By each of `WAYS`: params to the bit, states of own tensors, and bytes in the mean."""
     of_ranks = ranks.run(world, all_ways, world)

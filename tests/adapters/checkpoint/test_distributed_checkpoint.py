@@ -42,14 +42,13 @@ def continued(folder: str, name: str, phase: Phase) -> list[str]:
 
 
 def everything(folder: str) -> dict[str, list[str]]:
-    cases = [(o.name, phase) for o in OPTIMIZERS for phase in o.phases if phase is not Phase.LOCAL]
-    return {f"{name}, {phase.value}": continued(folder, name, phase) for name, phase in cases}
+    return {o.name: continued(folder, o.name, Phase.COMPRESSED) for o in OPTIMIZERS if Phase.COMPRESSED in o.phases}
 
 
 @pytest.mark.slow
 def test_every_rank_gets_its_own_errors_back(tmp_path):
     for found in ranks.run(2, everything, str(tmp_path)):
-        assert len(found) > 10
+        assert len(found) > 5
         assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 

@@ -61,7 +61,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def restart_after_every_step(name: str) -> list[str]:
-    """Return the phases in which a restart did not continue bit for bit, and all phases that there were."""
+    """Return the phases in which a restart did not continue bit for bit, for four steps."""
     params, optimizer = fresh(name)
     saved, phases = [], []
     for number in range(STEPS):
@@ -69,15 +69,17 @@ def restart_after_every_step(name: str) -> list[str]:
         phases.append(optimizer.phase)
         step(params, optimizer, number)
     assert set(phases) == (set(Phase) if name == "zero_one_adam" else {Phase.WARMUP, Phase.COMPRESSED})
+    saved.append((through_a_file(optimizer.state_dict()), copy_of(params)))
     wrong = []
-    for cut, (state, values) in enumerate(saved):
+    for cut, (state, values) in enumerate(saved[:-1]):
         again, restarted = fresh(name)
         put(again, values)
         restarted.load_state_dict(state)
-        for number in range(cut, STEPS):
+        end = min(cut + 4, STEPS)
+        for number in range(cut, end):
             step(again, restarted, number)
-        pairs = zip(tree.leaves(restarted.state_dict()), tree.leaves(optimizer.state_dict()), strict=True)
-        same = all(torch.equal(a, b) for a, b in zip(again, params, strict=True))
+        pairs = zip(tree.leaves(restarted.state_dict()), tree.leaves(saved[end][0]), strict=True)
+        same = all(torch.equal(a, b) for a, b in zip(again, saved[end][1], strict=True))
         if not same or not all(torch.equal(a, b) for a, b in pairs):
             wrong.append(f"restart before step {cut}, {phases[cut]}")
     return wrong

@@ -32,7 +32,7 @@ def runs_on_a_rank(examples: str):
     return {r.method: r._asdict() | {"val_loss": r.val_loss} for r in runs}, train_fsdp.table(runs)
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_loco_follows_exact_fsdp2_and_sends_a_seventh():
     pytest.importorskip("tqdm")
     found, table = run(2, runs_on_a_rank, str(EXAMPLES))[0]

@@ -230,6 +230,7 @@ print(step(*map(np.float32, (1, 2, 0, 0.5))))
 """
 
 
+@pytest.mark.reliability
 def test_a_rule_that_changes_is_compiled_again(tmp_path):
     """Numba's cache looks at the file of a loop, and the rules are in another."""
     shutil.copytree(Path(fn.__file__).parent, tmp_path / "fn", ignore=shutil.ignore_patterns("__pycache__"))

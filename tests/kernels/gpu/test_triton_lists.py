@@ -16,22 +16,6 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "tests" / "scripts" / "triton_lists.py"
 
-KNOWN = """
-import torch
-from fn.kernels import known_answers, reference
-from fn.kernels.gpu import triton
-from fn.testing.kernels import small_arguments
-from fn.kernels.schemas import ON_LISTS
-kernels = triton.row("cpu").kernels
-assert {*ON_LISTS, "sign_serve"} <= set(kernels)
-for op in (*ON_LISTS, "sign_serve"):
-    reason = known_answers.complaint(op, kernels[op], torch.device("cpu"))
-    assert reason is None, f"{op}: {reason}"
-    args, again = (small_arguments(op)[0] for _ in range(2))
-    pairs = zip(*(known_answers.as_tuple(f(*a)) for f, a in ((kernels[op], args), (reference.REFERENCES[op], again))))
-    assert all(x is y is None or x.stride() == y.stride() for x, y in pairs), f"{op}: strides"
-"""
-
 
 def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
@@ -53,14 +37,6 @@ def interpret(*args: str | Path) -> None:
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_steps_mean_what_the_reference_says():
-    interpret(SCRIPT, "lists")
-
-
-def test_layouts_numbers_and_sizes_of_every_kind():
-    checks = "one_layout_is_not_the_other", "special_numbers", "whole_blocks", "integers"
-    interpret(SCRIPT, *checks, "floats_of_8_bits", "addresses", "no_elements")
-
-
-def test_kernels_on_lists_give_the_known_answers():
-    interpret("-c", KNOWN)
+def test_steps_layouts_numbers_and_sizes_of_every_kind_mean_what_the_reference_says():
+    checks = "lists", "one_layout_is_not_the_other", "special_numbers", "whole_blocks", "integers"
+    interpret(SCRIPT, *checks, "floats_of_8_bits", "addresses", "no_elements", "known_answers")
