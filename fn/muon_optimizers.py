@@ -195,7 +195,7 @@ def sign_muon(
 
     Paper: SignMuon and MuonUSign of github intsystems/SignMuon; Bernstein et al., signSGD with majority vote (arXiv
         1810.05291).
-    Differs: with servers, ties and zeros vote by their index; there they are 0.
+    Differs: with servers, ties and zeros take turns, and only blocks of zeros abstain; there all are 0.
     """
     check_interval("momentum", momentum, "[0, 1)")
     check_interval("other_rate", other_rate, "[0, inf)")

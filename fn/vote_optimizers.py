@@ -55,8 +55,9 @@ def lion_vote(
     Raises: TypeError or ValueError that names the argument.
 
     Paper: Liu et al., Distributed Lion (arXiv 2404.00438), algorithm 1, with majority vote or averaging.
-    Differs: ties and zeros vote by their index; in the authors' code always -1, so that with two ranks params drift
-        wherever the ranks disagree. One bit travels for an element; theirs are added up as 64 bit numbers.
+    Differs: ties and zeros take turns, and blocks of zeros abstain; in the authors' code all are -1, so that with two
+        ranks params drift wherever the ranks disagree. One bit travels for an element; theirs are added up as 64 bit
+        numbers.
     """
     mean = average(axis), scale_by_sign()  # changes no ballot, and on one rank it is all of the vote
     vote = compressed_average(axis, ballots(ties), off(), servers=servers)

@@ -16,9 +16,9 @@ from fn import Phase
 
 def test_distributed_lions_ties_and_bits_are_others() -> None:
     """
-    Differs: fn.vote_optimizers.lion_vote: ties and zeros vote by their index; in the authors' code always -1, so that
-        with two ranks params drift wherever the ranks disagree. One bit travels for an element; theirs are added up as
-        64 bit numbers.
+    Differs: fn.vote_optimizers.lion_vote: ties and zeros take turns, and blocks of zeros abstain; in the authors' code
+        all are -1, so that with two ranks params drift wherever the ranks disagree. One bit travels for an element;
+        theirs are added up as 64 bit numbers.
     """
     case = next(case for case in CASES if case.row["method"] == "distributed_lion" and case.world == 2)
     g, lr = case.each("grad")[0][0], case.hyper["lr"]
@@ -29,7 +29,8 @@ def test_distributed_lions_ties_and_bits_are_others() -> None:
         ours = one_step(fn.lion_vote(lr, axis="data"), g)
     index = torch.arange(g[0].numel()).view(g[0].shape)
     torch.testing.assert_close(ours[divided], torch.where(index % 2 == 0, -lr, lr)[divided])
-    assert sent.total == 2 * 24 // 8 + 2  # 35 elements in two pieces of 24, there and back, a byte for each row
+    # 35 elements in two pieces of 24, there and back; for each row a byte of flags of blocks, and one of the row
+    assert sent.total == 2 * 24 // 8 + 2 + 2
     assert case.arrays["bytes"][0] > 8 * sent.total
 
 
@@ -97,7 +98,7 @@ def test_the_halves_of_an_average_may_have_feedbacks_of_their_own() -> None:
         (lambda: fn.dct(2.5), TypeError, "tile: expected a whole number"),
         (lambda: fn.dct(lambda side: 0).into(torch.zeros(3)), ValueError, "tile: expected a whole number of at least"),
         (lambda: fn.lion_vote(axis="data", values=fn.int8()), TypeError, "values"),
-        (lambda: fn.lion_vote(axis="data", ties="zero"), ValueError, "ties: expected 'even' or 'plus'"),
+        (lambda: fn.lion_vote(axis="data", ties="zero"), ValueError, "ties: expected 'alternate', 'even' or 'plus'"),
         (lambda: fn.lion_vote(axis="data", b1=1.0), ValueError, "b1: expected"),
         (lambda: fn.scale(float("nan")), ValueError, "x: expected a finite number"),
         (lambda: fn.scale(torch.ones(2)), ValueError, "x: expected a float or a 0-d tensor"),

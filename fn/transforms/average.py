@@ -214,9 +214,9 @@ def compressed_average(
         feedback: None is `classic()`. For several axes see `fn.collectives.hierarchy.hops`.
         gather_feedback: the feedback of the servers' codes. None is `feedback`, and `classic()` where that is
             `differences()`.
-        layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of
-            the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused" lays
-            the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
+        layout: "flat" exchanges one vector per device (float64 by itself), "per_tensor" one per tensor. Scales and
+            blocks of the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused"
+            lays the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
         servers: whether each rank averages a shard, as above. False: every rank sends its codes to all others and
             averages what it gets. That is one message instead of two that wait for each other, and the mean is not
             encoded again:
@@ -284,8 +284,11 @@ def _in_codes(
     # Only `differences()` has one: its error is the sum of all that has arrived, which exact steps change, too.
     delivered = worker_feedback.delivered if isinstance(axis, str) else None
 
-    def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, row_count(axis, servers=servers), align, layout)
+    def arrange(leaves: list[Tensor], rows: int | None = None) -> list[layouts.Bucket]:
+        # Half precision beside float32: momenta of bfloat16 params are float32, and have to find the errors that init
+        # made for the params.
+        rows = row_count(axis, servers=servers) if rows is None else rows
+        return layouts.buckets(leaves, rows, align, layout, half_with_float32=True)
 
     def errors_of(x: Tensor, segments: Segments, feedback: Feedbacks) -> Errors:
         return initial_errors(x, axis, codec, feedback, segments=segments, servers=servers)
@@ -309,7 +312,7 @@ def _in_codes(
 
             # Without servers every rank has the whole vector, one row whatever the number of ranks.
             def plan(world: int) -> list[layouts.Bucket]:
-                return layouts.buckets(leaves, world if servers else 1, align, layout)
+                return arrange(leaves, world if servers else 1)
 
             reshapes.add((state, errors_reshape(leaves, axis, plan, hop, return_hop)))
         return state
@@ -345,14 +348,8 @@ def _in_codes(
             leaves, structure = tree.flatten(_in_order(updates, params))
             means: dict[int, Tensor] = {}
             worker, server = [], []
-            kinds = tree.leaves(params)
-            if len(kinds) == len(leaves):
-                # Grouped as the params are, by which init has grouped: momenta of bfloat16 params are float32, so that
-                # beside float32 params all of them would make one vector, for which there is no error.
-                vectors = arrange(kinds)
-                leaves = _in_one_dtype(leaves, vectors)
-            else:
-                vectors = arrange(leaves)
+            vectors = arrange(leaves)
+            leaves = _in_one_dtype(leaves, vectors)
             if lengths := {len(errors) for errors in state} - {len(vectors)}:
                 wanted, got = f"errors of the {len(vectors)} vectors that the updates make", f"{lengths.pop()}"
                 raise ValueError(expected("state", wanted, got, "a state belongs to the params that init got"))

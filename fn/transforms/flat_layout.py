@@ -22,6 +22,7 @@ from fn.collectives.codecs.codec import Segments
 from fn.collectives.hierarchy import pieces
 from fn.errors import expected
 from fn.kernels import layout, memory_pool
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 
 Tree = Any
@@ -48,10 +49,14 @@ def check_layout(layout: str) -> None:
         raise ValueError(expected("layout", f"one of {LAYOUTS}", f"{layout!r}"))
 
 
-def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) -> list[Bucket]:
+def buckets(
+    leaves: Sequence[Tensor], world_size: int, align: int, layout: str, *, half_with_float32: bool = False
+) -> list[Bucket]:
     """Group leaves into buckets: one per tensor for "per_tensor", else one per (dtype, device).
 
     "flat" keeps the tensors apart as in the picture above; "fused" lays them end to end, with one scale for all.
+
+    Args: half_with_float32: whether leaves of half precision and of float32 share a bucket.
 
     Raises: ValueError if the layout is not one of `LAYOUTS`.
     """
@@ -61,7 +66,8 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
         groups[None] = [*range(len(leaves))]  # the common case, without hashing each leaf's key in every step
     else:
         for i, leaf in enumerate(leaves):
-            key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
+            dtype = scale_dtype(leaf) if half_with_float32 else leaf.dtype
+            key = i if layout == "per_tensor" else (dtype, leaf.device)
             groups.setdefault(key, []).append(i)
     return [
         _bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")

@@ -52,10 +52,9 @@ def ballots(ties: str = "alternate") -> Codec:
     out the whole magnitude, which would make errors large.
 
     A zero has nothing to say. Where a whole block of 64 elements of a tensor is zero (a token that this rank has not
-    seen, an expert without a token), the rank abstains, and others decide; where all abstain, 0 arrives. A zero among
-    other numbers has to use its bit. It votes for + in half of the steps, and so does a server whose ranks are divided:
-    both signs take turns that no period of the data can follow, so that what is 0 or tied moves to and fro by one step,
-    and never away.
+    seen, an expert without a token), the rank abstains, and others decide. Where all abstain, or all elements of a
+    block are tied, 0 arrives. A zero among other numbers has to use its bit. It votes for + in half of the steps, and
+    so does a server whose ranks are divided: the signs take turns, so that what is 0 or tied moves to and fro.
 
     >>> import torch, fn
     >>> codec = fn.ballots()

@@ -40,8 +40,8 @@ def test_zeros_that_always_vote_plus_are_reported() -> None:
 @pytest.mark.parametrize("ties", ["even", "plus"])
 def test_a_majority_decides_and_a_tie_as_it_is_told(world: int, n: int, ties: str) -> None:
     """
-    Differs: fn.collectives.codecs.ballots.ballots: a tie votes by its index; in the paper it is 0, in the code of
-        Distributed Lion always -1.
+    Differs: fn.collectives.codecs.ballots.ballots: ties take turns; in the paper a tie is 0, in the code of Distributed
+        Lion always -1. Zeros abstain or take turns; there they vote for -.
     """
     x = torch.randint(-1, 2, (world, n), generator=torch.Generator().manual_seed(world)).float()
     undecided = torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0) if ties == "even" else torch.ones(n)
@@ -53,8 +53,77 @@ def test_a_majority_decides_and_a_tie_as_it_is_told(world: int, n: int, ties: st
         torch.testing.assert_close(voted(x, fn.ballots(ties), servers=False), mean)
 
 
+def over_time(x: Tensor, ties: str = "alternate", *, servers: bool = True, steps: int = 1000) -> Tensor:
+    """Return how far so many votes on x (W, ...) go in all, at most on the way."""
+    tx = fn.compressed_average("data", fn.ballots(ties), fn.off(), servers=servers)
+
+    def on_rank(x: Tensor) -> Tensor:
+        state, far, most = tx.init(x), torch.zeros(x.shape), torch.zeros(x.shape)
+        for _ in range(steps):
+            vote, state = tx.compressed_update(x, state, x)
+            far = far + vote
+            most = torch.maximum(most, far.abs())
+        return torch.stack([far, most])
+
+    return fn.simulate(on_rank, "data", len(x), in_dims=0, out_dims=None)(x)
+
+
+@pytest.mark.parametrize("servers", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ties_and_zeros_move_to_and_fro_and_never_away(world: int, servers: bool) -> None:
+    x = torch.ones(world, 12)
+    x[: world // 2] = -1.0  # divided where the number of ranks is even
+    x[:, :4] = 0.0
+    x[:, 8:] = 3.0
+    far, most = over_time(x, servers=servers)
+    still = 8 if world % 2 == 0 else 4
+    assert most[:still].max() <= 4
+    assert (far[8:] == 1000).all()
+    assert over_time(x, "even", servers=True)[1][:4].min() == 1000
+
+
+@pytest.mark.parametrize("period", [2, 3, 4, 5, 8, 13])
+def test_no_period_of_the_data_makes_ties_drift(period: int) -> None:
+    """Half of the elements are divided, in every k-th step only."""
+    tx = fn.compressed_average("data", fn.ballots(), fn.off())
+
+    def on_rank(sign: Tensor) -> Tensor:
+        state, far, most = tx.init(sign), torch.zeros(sign.shape), torch.zeros(sign.shape)
+        for t in range(100 * period):
+            vote, state = tx.compressed_update(sign if t % period == 0 else sign.abs(), state, sign)
+            if t % period == 0:
+                far = far + vote
+                most = torch.maximum(most, far.abs())
+        return most
+
+    signs = torch.ones(2, 16)
+    signs[1, :8] = -1.0
+    most = fn.simulate(on_rank, "data", 2, in_dims=0, out_dims=None)(signs)
+    assert most[:8].max() <= 10
+    assert (most[8:] == 100).all()
+
+
+def test_a_block_of_zeros_abstains_and_where_all_abstain_nothing_moves() -> None:
+    """Also beside other blocks of the tensor, in a shorter last one, and through one rank that has something to say."""
+    x = torch.zeros(4, 1000)  # in pieces of 256, the last one shorter
+    x[0, 128:192] = 1.0  # of the four ranks only one has seen this token
+    x[:, 200] = -1.0
+    votes = voted(x, fn.ballots("alternate"))
+    assert (votes[128:192] == 1.0).all()
+    assert votes[200] == -1.0
+    assert not votes[:128].any()
+    assert not votes[256:].any()
+
+
+def test_two_ranks_that_agree_outvote_two_with_nothing_to_say() -> None:
+    x = torch.ones(4, 16)
+    x[:2, :8] = 0.0
+    far, _ = over_time(x, steps=50)
+    assert (far == 50).all()
+
+
 def test_a_tensor_counts_from_its_own_beginning_and_padding_says_nothing() -> None:
-    codec = segmented(fn.ballots(), Segments((16, 8), torch.tensor([[13, 3]])))
+    codec = segmented(fn.ballots("even"), Segments((16, 8), torch.tensor([[13, 3]])))
     found = codec.decode(codec.encode(torch.zeros(1, 24)))[0]
     assert found[:13].tolist() == [1.0, -1.0] * 6 + [1.0]
     assert found[16:19].tolist() == [1.0, -1.0, 1.0]
@@ -76,7 +145,8 @@ def test_votes_take_a_bit_and_rotated_codes_what_they_take_unrotated() -> None:
             voted(torch.ones(2, 2**14), codec)
         return sent.total
 
-    assert total(fn.ballots()) == 2**14 // 8 + 2  # both halves send half a vector, and a byte for its row
+    # both halves send half a vector, a bit for each block of 64, and a byte for the row
+    assert total(fn.ballots()) == 2**14 // 8 + 2**14 // 64 // 8 + 2
     assert total(fn.rotated(fn.int4())) == total(fn.int4())
     assert fn.rotated(fn.int4()).bits == fn.int4().bits
 
@@ -129,7 +199,7 @@ def test_they_are_pickled_and_spelled(codec: fn.Codec) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: fn.ballots("minus"), ValueError, "ties: expected 'even' or 'plus', but got 'minus'"),
+        (lambda: fn.ballots("minus"), ValueError, "ties: expected 'alternate', 'even' or 'plus', but got 'minus'"),
         (lambda: fn.rotated(fn.int4(), 24), ValueError, "block: expected a power of two, but got 24"),
         (lambda: fn.rotated(fn.int4(), 0), ValueError, "block: expected a power of two, but got 0"),
         (lambda: fn.rotated(fn.int4(), 8.0), TypeError, "block: expected a whole number"),

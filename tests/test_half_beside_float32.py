@@ -1,0 +1,62 @@
+"""A bfloat16 model whose norms are float32, in one param group: every named optimizer takes all of its phases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from registry import EVERY, Named, each_of_all
+from test_contract import World, form
+from test_ranks import bound
+
+import fn
+
+
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(8, 8, generator=generator).bfloat16()
+    return {"norm": torch.ones(8), "weight": weight, "bias": torch.zeros(8, dtype=torch.bfloat16)}
+
+
+@each_of_all
+def test_in_simulated_ranks(optimizer: Named) -> None:
+    if optimizer.divided:
+        pytest.skip("its params are shards of real ranks")
+    w = World(optimizer, params=model())
+    start = form((w.params, w.state))
+    for phase in (*optimizer.phases, *optimizer.phases[1:]):
+        w.step(phase)
+        assert form((w.params, w.state)) == start
+        assert all(p.isfinite().all() for p in w.params.values())
+
+
+def each_in_turn() -> dict[str, Any]:
+    """Return the params of every optimizer after a few steps on two processes."""
+    found = {}
+    with bound():
+        for optimizer in EVERY:
+            if optimizer.divided:
+                continue
+            params = [torch.nn.Parameter(p) for p in model().values()]
+            make = lambda o=optimizer, **k: o.make(axis="data", **k)  # noqa: E731
+            opt = fn.Optimizer(params, make, schedule=optimizer.schedule, lr=optimizer.lr)
+            for step in range(30):
+                generator = torch.Generator().manual_seed(step + 100 * torch.distributed.get_rank())
+                for p in params:
+                    p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                opt.step()
+            found[optimizer.name] = [p.detach().float() for p in params]
+    return found
+
+
+def test_behind_the_adapter_on_two_processes() -> None:
+    first, second = ranks.run(2, each_in_turn)
+    for optimizer in EVERY:
+        if optimizer.divided:
+            continue
+        ours, theirs = first[optimizer.name], second[optimizer.name]
+        assert all(p.isfinite().all() for p in ours), optimizer.name
+        if optimizer.replicated:
+            assert all(map(torch.equal, ours, theirs)), optimizer.name
