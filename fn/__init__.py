@@ -41,7 +41,7 @@ from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_ra
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import low_rank_average
-from fn.transforms.masking import apply_mask, mask, partition, unfrozen
+from fn.transforms.mask_and_partition import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.outer import OuterState, outer

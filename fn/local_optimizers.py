@@ -21,7 +21,7 @@ from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
 from fn.transforms.fragments import Fragments
-from fn.transforms.masking import Labels, hidden_and_other, partition
+from fn.transforms.mask_and_partition import Labels, hidden_and_other, partition
 from fn.transforms.momentum import trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.outer import Store, outer

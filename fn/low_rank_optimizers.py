@@ -16,7 +16,7 @@ from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.low_rank import low_rank_average
-from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
+from fn.transforms.mask_and_partition import Labels, hidden_and_other, partition, unfrozen
 from fn.transforms.scaling import scale, scale_by_shape
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.unsharded import Shards, labelled, unsharded

@@ -22,7 +22,7 @@ from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lion import scale_by_lion
-from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
+from fn.transforms.mask_and_partition import Labels, hidden_and_other, partition, unfrozen
 from fn.transforms.momentum import local_momentum, trace
 from fn.transforms.muon import Scale, orthogonalize, scale_by_muon
 from fn.transforms.owned import newton_schulz_costs

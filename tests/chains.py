@@ -8,7 +8,7 @@ import torch
 
 import fn
 from fn.transforms.average import agreed
-from fn.transforms.masking import hidden_and_other
+from fn.transforms.mask_and_partition import hidden_and_other
 from fn.transforms.unsharded import labelled
 
 Rate = float | torch.Tensor

@@ -3,6 +3,7 @@
     run(2, f, x)       -> [f(x) on rank 0, f(x) on rank 1]; f is a module-level function and calls `bound()`
     outcomes(2, f, x)  -> the same, but with `Raised` and `Died` for ranks that did not return
     case = Cases(2)    -> a decorator for functions that run in the same two processes, once; case.answer("name")
+    python("-m", "fn") -> what `python -m fn` printed, without the seconds that an interpreter takes to import torch
 
 Processes are forked from a server that has done what all of them begin with (`warm`). They meet through a file, on
 the loopback interface, so no port is chosen and nothing leaves the machine.
@@ -10,16 +11,19 @@ the loopback interface, so no port is chosen and nothing leaves the machine.
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import faulthandler
 import functools
 import multiprocessing
 import os
 import pickle
+import runpy
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
@@ -63,6 +67,63 @@ def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = LIMIT) -
         if isinstance(outcome, Died):
             raise AssertionError(f"rank {rank} of {world} gave no answer: exit code {outcome.code}")
     return found
+
+
+class Ended(NamedTuple):
+    """What became of `python`, as of `subprocess.run`."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def python(*arguments: str, cwd: Path | None = None, **env: str) -> Ended:
+    """Run `python [-W filter] (-c code | -m module | script) [args]` in a fork of the server, in a folder.
+
+    `fn` is imported there already: what asks for more of a new interpreter starts one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = server().Process(target=_python, args=(arguments, cwd, env, out, err))
+        process.start()
+        process.join(LIMIT)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        return Ended(process.exitcode, out.read_text(), err.read_text())
+
+
+def _python(arguments: tuple[str, ...], cwd: Path | None, env: dict[str, str], out: Path, err: Path) -> None:
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+    sys.stdout, sys.stderr = (open(stream, "w", closefd=False, buffering=1) for stream in (1, 2))  # noqa: SIM115
+    os.environ.update(env)
+    os.chdir(cwd or os.getcwd())
+    code: Any = 0
+    try:
+        while arguments[0] == "-W":
+            action, _, kind = arguments[1].partition("::")
+            warnings.filterwarnings(action, category=getattr(builtins, kind or "Warning"))
+            arguments = arguments[2:]
+        flag, sys.argv = arguments[0], [*arguments] if arguments[0][0] != "-" else [*arguments[1:]]
+        sys.path[:0] = [str(Path(flag).parent) if flag[0] != "-" else os.getcwd()]
+        if flag == "-c":
+            sys.argv[0] = flag
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif flag == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(flag, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 class Cases:

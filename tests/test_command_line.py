@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from ranks import LIMIT
+from ranks import python
 
 import fn
 from fn.__main__ import OPTIONAL, _progress, main
 
-ROOT = Path(__file__).parent.parent
 number = 7
 
 
@@ -62,18 +58,11 @@ def test_a_count_that_no_machine_has_is_refused(count, capsys):
     assert f"argument --params: '{count}' is too large" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_closed_output_is_no_error():
     """As a shell does with `>&-`: there is no sys.stdout then."""
-    code = "import os, runpy, sys; os.close(1); sys.stdout = None; sys.argv = ['fn', 'plan', *sys.argv[1:]]"
+    code = "import os, runpy, sys; os.close(1); sys.stdout = None; sys.argv = ['fn', 'plan', *sys.argv[1:]]; "
     flags = ["--params", "1e6", "--world", "2", "--intra", "1gbit", "--compute", "1s"]
-    ended = subprocess.run(
-        [sys.executable, "-c", f"{code}; runpy.run_module('fn', run_name='__main__')", *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=LIMIT,
-    )
+    ended = python("-c", f"{code}runpy.run_module('fn', run_name='__main__')", *flags)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

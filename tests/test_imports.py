@@ -141,6 +141,8 @@ def test_nothing_imports_what_may_be_deleted():
         for package in APART
         if within(name, package) and not within(module, package)
     ] == []
+    methods = [(m, name) for m, name in edges if m.startswith("fn.contrib.") and name.startswith("fn.contrib")]
+    assert methods == [], "one method of contrib stands without the others"
 
 
 def test_there_is_no_cycle():

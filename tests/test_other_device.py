@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import LIMIT
+from ranks import python
 from torch.utils import backend_registration
 
 pytestmark = pytest.mark.slow
@@ -22,9 +19,7 @@ QUICK = ("adamw", "1-bit Adam, compressed", "0/1 Adam, local")
     reason="this torch cannot pretend to have a device",
 )
 def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
-    code = [sys.executable, str(TESTS / "scripts" / "other_device.py")]
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
+    found = python(str(TESTS / "scripts" / "other_device.py"))
     assert found.returncode == 0, found.stdout + found.stderr
     assert ", 0 did not" in found.stdout
 
@@ -39,9 +34,7 @@ def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
 def test_a_step_on_a_gpu_launches_and_waits_as_rarely_as_the_limits_say(cases):
     """Most warm-ups take a subset of what AdamW and steps in codes take, and sharded steps take long: reliability."""
     pytest.importorskip("triton", reason="triton is not installed")
-    code = [sys.executable, "-W", "ignore", str(TESTS / "scripts" / "gpu_counts.py"), *cases]
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
+    found = python("-W", "ignore", str(TESTS / "scripts" / "gpu_counts.py"), *cases)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.endswith("\n0 cost more than they may\n")
 
@@ -51,8 +44,6 @@ def test_a_step_on_a_gpu_launches_and_waits_as_rarely_as_the_limits_say(cases):
     reason="this torch cannot pretend to have a device",
 )
 def test_ledgers_and_observers_follow_a_backward_pass_into_the_thread_of_a_device_and_from_there_into_ours():
-    code = [sys.executable, str(TESTS / "scripts" / "device_thread.py")]
-    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
+    found = python(str(TESTS / "scripts" / "device_thread.py"))
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout == "2 4 ['average']\n"

@@ -37,7 +37,7 @@ from fn.collectives.differentiation import is_differentiated, refuse_to_differen
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
-from fn.collectives.simulation import found_alike
+from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
 from fn.roles import declare
 
@@ -250,7 +250,7 @@ def _gather(
         x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)  # (n / size,) -> (n,)
         # Ranks of the outer axes gather the same numbers only because their servers' errors have the same history. vmap
         # cannot know that, so where outer axes are simulated, x is compared, and leaves their levels if it is the same.
-        x = found_alike(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
+        x = replicated_if_equal(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
     return x
 
 

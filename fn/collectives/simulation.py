@@ -107,7 +107,7 @@ def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -
     return x, None
 
 
-def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
+def replicated_if_equal(x: Tensor, axis: AxisNames) -> Tensor:
     """Return a tensor without the levels of simulated axes, if all of their ranks computed the same numbers.
 
     It is for numbers that each rank makes from values of its own, and that are equal by construction. vmap cannot know
@@ -117,13 +117,13 @@ def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
     for name in names(axis):
         bound = resolve(name)
         if bound.transport == SIMULATED:
-            x = torch.ops.fn.found_alike(x, bound.rank)
+            x = torch.ops.fn.replicated_if_equal(x, bound.rank)
     return x
 
 
-def _vmap_found_alike(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
+def _vmap_replicated_if_equal(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
     if dims[1] is None or dims[0] is None:
-        return (x, None) if dims[1] is not None else (torch.ops.fn.found_alike(x, rank), dims[0])
+        return (x, None) if dims[1] is not None else (torch.ops.fn.replicated_if_equal(x, rank), dims[0])
     # (W, ...)
     rows = x.movedim(dims[0], 0)
     first = rows[:1]
@@ -137,6 +137,6 @@ _library = torch.library.Library("fn", "FRAGMENT")
 _library.define("replicated(Tensor x, Tensor rank, str path) -> Tensor")
 _library.impl("replicated", lambda x, rank, path: x.contiguous(), "CompositeImplicitAutograd")
 torch.library.register_vmap("fn::replicated", _vmap_replicated, lib=_library)
-_library.define("found_alike(Tensor x, Tensor rank) -> Tensor")
-_library.impl("found_alike", lambda x, rank: x.contiguous(), "CompositeImplicitAutograd")
-torch.library.register_vmap("fn::found_alike", _vmap_found_alike, lib=_library)
+_library.define("replicated_if_equal(Tensor x, Tensor rank) -> Tensor")
+_library.impl("replicated_if_equal", lambda x, rank: x.contiguous(), "CompositeImplicitAutograd")
+torch.library.register_vmap("fn::replicated_if_equal", _vmap_replicated_if_equal, lib=_library)

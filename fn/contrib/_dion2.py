@@ -21,7 +21,7 @@ from fn.kernels import rules
 from fn.transforms.adam import zero_moments
 from fn.transforms.average import agreed
 from fn.transforms.leafwise import apply
-from fn.transforms.masking import Labels, hidden_and_other
+from fn.transforms.mask_and_partition import Labels, hidden_and_other
 from fn.transforms.momentum import LocalMomentumState
 from fn.transforms.muon import FACTORS, Scale, Triple, batches, check_matrices, newton_schulz, orthogonal
 

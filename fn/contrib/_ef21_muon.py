@@ -12,7 +12,7 @@ import fn
 from fn.arguments import check_interval
 from fn.errors import expected
 from fn.transforms.average import agreed
-from fn.transforms.masking import Labels, hidden_and_other
+from fn.transforms.mask_and_partition import Labels, hidden_and_other
 from fn.transforms.muon import Scale
 
 __all__ = ["ef21_muon"]

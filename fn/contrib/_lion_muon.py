@@ -15,7 +15,7 @@ from fn.collectives.axis import AxisNames
 from fn.errors import expected
 from fn.transforms.average import agreed
 from fn.transforms.lion import lion_direction
-from fn.transforms.masking import Labels, hidden_and_other
+from fn.transforms.mask_and_partition import Labels, hidden_and_other
 from fn.transforms.unsharded import labelled
 
 __all__ = ["lion_muon"]

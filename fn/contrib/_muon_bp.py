@@ -14,7 +14,7 @@ from fn.base import combine, missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
 from fn.transforms.average import agreed
-from fn.transforms.masking import Labels, hidden_and_other
+from fn.transforms.mask_and_partition import Labels, hidden_and_other
 from fn.transforms.unsharded import labelled
 
 __all__ = ["in_blocks", "muon_bp"]

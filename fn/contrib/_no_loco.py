@@ -17,7 +17,7 @@ from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_number, check_whole
 from fn.base import Guarded, check_params, check_state, facts_of, unchanged
 from fn.collectives.agreement import check_agreement, describe, device_of
-from fn.collectives.simulation import found_alike
+from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
@@ -113,7 +113,7 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
     def compressed(updates: Tree, state: PairAverageState, params: Tree, /) -> tuple[Tree, PairAverageState]:
         check_state(state, PairAverageState)
         check_params(params)
-        turn = found_alike(state.turn, axis)
+        turn = replicated_if_equal(state.turn, axis)
         # The pairs depend on the number: a compiled step would let the same ranks meet for good.
         if not is_concrete(turn):
             wanted = "a number that the host knows, for it says which ranks are pairs"

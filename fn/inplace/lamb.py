@@ -88,7 +88,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
         size = largest_of(mean.numbers, moments.step) / scaling.min()
 
         def commit() -> None:
-            args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step, True
+            args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step
             # (S, 3) float64
             sums = torch.ops.fn.onebit_lamb_moments_(leaves, averages, scaling, mu, nu, fresh, *args)
             last = _read(moments.factor)

@@ -14,7 +14,7 @@ from fn.inplace.links import Descent, MatchedChain
 from fn.inplace.match import matched, register
 from fn.inplace.protocol import InPlace, Staged
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
-from fn.transforms.round_arguments import narrows
+from fn.transforms.outer_checks import narrows
 
 Tree = Any
 

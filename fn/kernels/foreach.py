@@ -383,7 +383,6 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor], nu: Sequence[Tensor],
     fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
-    keep_zeros: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_lamb_moments_`."""
     if not _fit(params, averages, mu, nu, fresh):
@@ -393,7 +392,7 @@ def onebit_lamb_moments_(
         p, x, m, v, f = map(Many, (p_chunk, x_chunk, m_chunk, v_chunk, f_chunk))
         x = x / Many(_spread(scaling[done : done + len(p_chunk)], p_chunk))
         done += len(p_chunk)
-        x = (ON_LISTS["kept_at_zero"](x, v, 0.0, 0.0) if keep_zeros else x).kept
+        x = ON_LISTS["kept_at_zero"](x, v, 0.0, 0.0).kept
         f = ON_LISTS["second_moment"](f, ON_LISTS["implied_gradient"](x, m, b1, 1 - b1).kept, b2, 1 - b2).kept
         _write((m_chunk, f_chunk), x, f)
         below = ON_LISTS["denominator"](v, eps).kept

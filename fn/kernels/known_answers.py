@@ -121,8 +121,8 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         for frozen, max_step, max_momentum in ((False, math.inf, math.inf), (True, 0.7, math.inf), (True, 0.7, 0.5))
     ],
     "onebit_lamb_moments_": lambda: [
-        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit, keep)
-        for limit, keep in ((0.7, True), (math.inf, False))
+        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit)
+        for limit in (0.7, math.inf)
     ],
     "lamb_step_": lambda: [
         (*_momentum(), _wave(_S) / 100, 3e-2, decay, limit) for decay, limit in ((0.1, math.inf), (0.0, 0.7))

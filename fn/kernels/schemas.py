@@ -39,8 +39,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, float max_momentum, bool frozen) -> ()",
         "onebit_lamb_moments_": "(Tensor[] params, Tensor[] averages, Tensor scaling, Tensor(a!)[] mu, Tensor[] nu, "
-        "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, float max_step, bool keep_zeros) "
-        "-> Tensor",
+        "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, float max_step) -> Tensor",
         "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay, "
         "float max_step) -> ()",
         "largest_magnitude": "(Tensor[] grads) -> Tensor",

@@ -283,7 +283,7 @@ def arguments(
         "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, limit, frozen),
         "onebit_lamb_moments_": lambda: (
             leaves(), tensors(), scales(segments) + 0.1, tensors(), tensors(min=0.0), tensors(min=0.0), 0.9, 0.99,
-            1e-6, 0.01, limit, strided,
+            1e-6, 0.01, limit,
         ),
         "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01, limit),
         "adamw_into_": lambda: (

@@ -28,13 +28,13 @@ from fn.base import (
     merged,
 )
 from fn.collectives.axis import current_binding
-from fn.collectives.simulation import found_alike
+from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
 from fn.kernels.flags import known
 from fn.roles import declare
 from fn.schedules import Every, Schedule
 from fn.transforms.outer import OuterLocal, PlainWarmup, taken_alone
-from fn.transforms.round_arguments import check_alike, check_inner, check_sync
+from fn.transforms.outer_checks import check_alike, check_inner, check_sync
 from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
@@ -131,7 +131,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         # a guard around it looks at `fine` only, since the rest differs between ranks in rounds
         fine = torch.where(ok.to(state.fine.device), state.fine, torch.nan)
         axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
-        fine = found_alike(fine, axes) if axes else fine
+        fine = replicated_if_equal(fine, axes) if axes else fine
         return moves, state._replace(inner=inner_state, fine=fine)
 
     def alone_by(update: UpdateFn) -> OuterLocal:

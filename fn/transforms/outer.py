@@ -34,7 +34,7 @@ from fn.base import (
 )
 from fn.collectives.agreement import device_of, true_on_all
 from fn.collectives.axis import current_binding
-from fn.collectives.simulation import found_alike
+from fn.collectives.simulation import replicated_if_equal
 from fn.compiling import original
 from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
@@ -43,7 +43,7 @@ from fn.roles import declare
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import Fragments, fragment_places, places_in, put
-from fn.transforms.round_arguments import (
+from fn.transforms.outer_checks import (
     check_alike,
     check_holds,
     check_outer,
@@ -270,7 +270,7 @@ def outer(
         # a guard around it looks at the anchor only, so what is wrong elsewhere has to show there
         anchor = tree.map(lambda x: torch.where(ok.to(x.device), x, torch.nan), anchor)
         axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
-        anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
+        anchor = tree.map(lambda x: replicated_if_equal(x, axes), anchor) if axes else anchor
         return moves, state._replace(inner=inner_state, anchor=anchor)
 
     def alone_by(update: UpdateFn) -> OuterLocal:
@@ -285,7 +285,7 @@ def outer(
 
     def alike(x: Tensor) -> Tensor:
         """Return what the ranks of an island have alike, which vmap cannot know."""
-        return found_alike(x, inside) if inside else x
+        return replicated_if_equal(x, inside) if inside else x
 
     def chosen(number: int, state: OuterState, params: Tree, field: str) -> tuple[Tree, list[Tensor], Sequence[int]]:
         """Return the params in the order of the state, their leaves, and the places of those of a fragment."""

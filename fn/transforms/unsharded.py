@@ -38,7 +38,7 @@ from fn.compiling import own_code
 from fn.errors import expected
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
-from fn.transforms.masking import Labels
+from fn.transforms.mask_and_partition import Labels
 from fn.transforms.owned import Costs, OwnedState, check_owners, plan
 from fn.transforms.sharded import show_failures
 
@@ -207,7 +207,7 @@ def labelled(
 ) -> tuple[Tree | Callable[[Tree], Tree], Callable[[str], Shards]]:
     """Return labels for `partition` of pieces, made of whole tensors where their shapes are known; label -> its shards.
 
-    Args: named: what `fn.transforms.masking.hidden_and_other` returned for these labels.
+    Args: named: what `fn.transforms.mask_and_partition.hidden_and_other` returned for these labels.
     """
     if isinstance(shards, str) or shards.shapes is None:
         axis = shards if isinstance(shards, str) else shards.axis

@@ -13,7 +13,7 @@ from fn import tree
 from fn.arguments import check_is_transform
 from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, facts_of
 from fn.collectives.axis import SIMULATED, current_binding
-from fn.collectives.simulation import found_alike
+from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.reference.steps import over_root
@@ -285,7 +285,7 @@ def peak_of(peak: Tensor, ok: Tensor) -> Tensor:
     axes = current_binding().axes
     if torch.compiler.is_compiling() and any(bound.transport == SIMULATED for bound in axes.values()):
         return peak
-    ok = found_alike(ok, tuple(axes)) if axes else ok
+    ok = replicated_if_equal(ok, tuple(axes)) if axes else ok
     return torch.where(ok.to(peak.device), peak, torch.nan)
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import LIMIT
+from ranks import python
 
 from benchmarks.links import grid_report
 from benchmarks.links.grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of
@@ -22,14 +19,7 @@ SOME = (NONE, "int4 gradients", "fp8 gradients")
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.links.grid", *SMALL, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    return python("-m", "benchmarks.links.grid", *SMALL, *arguments, cwd=ROOT)
 
 
 def parameters(layers, width):

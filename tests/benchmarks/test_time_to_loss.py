@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import LIMIT
+from ranks import Ended, python
 
 from benchmarks.atlas.paired import rate_at
 from benchmarks.links import time_to_loss_report as report
@@ -24,15 +21,8 @@ SMALL = ("--tiny", "--loopback", "--ranks", "2", "--steps", "60", "--looks", "20
 ONEBIT, DILOCO, LONGER = "1-bit Adam", "DiLoCo, int8, late", "DiLoCo, 3 x the steps"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.links.time_to_loss", *SMALL, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+def run(*arguments: str) -> Ended:
+    return python("-m", "benchmarks.links.time_to_loss", *SMALL, *arguments, cwd=ROOT)
 
 
 def about() -> dict[str, Any]:

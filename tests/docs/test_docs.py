@@ -6,18 +6,15 @@ import importlib
 import importlib.util
 import inspect
 import io
-import os
 import pydoc
 import re
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-from ranks import LIMIT, run
+from ranks import python, run
 
 import fn
 
@@ -167,14 +164,7 @@ def test_docstrings_become_paragraphs_lists_links_and_blocks_of_code() -> None:
 def test_all_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(f"# block {number + 1}\n{block}" for number, block in enumerate(blocks(page))))
-    ended = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", str(script)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    ended = python("-W", "error::UserWarning", str(script), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 

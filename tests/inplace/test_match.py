@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from functools import partial, wraps
 from typing import Any
 
@@ -225,13 +223,11 @@ def test_explain_says_which_phase_is_fast_and_which_link_is_in_the_way():
     assert words.endswith("learning rates follow each other")
 
 
-@pytest.mark.slow
 def test_explain_is_a_command(tmp_path):
     (tmp_path / "train.py").write_text("import fn\ndef make(axis=None):\n    return fn.adamw(axis=axis)\n")
-    call = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    found = call([sys.executable, "-m", "fn", "explain", "train:make", "--axis", "data"])
+    found = ranks.python("-m", "fn", "explain", "train:make", "--axis", "data", cwd=tmp_path)
     assert found.stdout == "warmup      in place\n", found.stderr
-    wrong = call([sys.executable, "-m", "fn", "explain", "train.make"])
+    wrong = ranks.python("-m", "fn", "explain", "train.make", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "make: expected module:function, such as train:make_optimizer, but got 'train.make'" in wrong.stderr
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +11,6 @@ import ranks
 import torch
 
 TOY = Path(__file__).parent / "toy_device"
-ROOT = Path(__file__).parents[2]
 
 
 def install(folder: Path, module: str, target: str, device: str = "cpu") -> None:
@@ -22,13 +19,6 @@ def install(folder: Path, module: str, target: str, device: str = "cpu") -> None
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text(f"[fn.accelerators]\n{device} = {module}:{target}\n")
-
-
-def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
-    return subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, check=False, cwd=folder
-    )
 
 
 def pack_beside(folder: str) -> tuple[list[list[int]], list[str]]:
@@ -62,7 +52,7 @@ assert fn_toy_device.calls == ["pack"]
 assert fn.kernels.table().providers["cpu"]["unpack_bits"] == "fn_toy_device"
 assert fn.testing.conformance(fn_toy_device.row(), sizes=(0, 1, 7, 8, 9, 1023)), "conforms"
 """
-    found = python(toy, "-W", "error", "-c", code)
+    found = ranks.python("-W", "error", "-c", code, cwd=toy)
     assert found.returncode == 0, found.stderr
 
 
@@ -91,8 +81,8 @@ def test_a_row_of_another_device_is_not_loaded(tmp_path):
 @pytest.mark.slow
 def test_the_plugin_makes_a_test_of_every_kernel(toy):
     (toy / "conftest.py").write_text("")
-    found = python(toy, "-m", "pytest", "-p", "fn.testing.pytest_plugin", "--fn-row", "fn_toy_device:row", "-q", "-rA",
-                   "--fn-size", "9", "--fn-size", "64")  # fmt: skip
+    found = ranks.python("-m", "pytest", "-p", "fn.testing.pytest_plugin", "--fn-row", "fn_toy_device:row", "-q", "-rA",
+                         "--fn-size", "9", "--fn-size", "64", cwd=toy)  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert "fn_toy_device:row[pack_bits]" in found.stdout
     assert "2 passed" in found.stdout
@@ -104,8 +94,8 @@ def test_the_plugin_shows_what_differs(tmp_path):
         "from fn.kernels import Accelerator, reference\n"
         "row = Accelerator('cpu', {'pack_bits': lambda x: reference.REFERENCES['pack_bits'](-x)})"
     )
-    found = python(tmp_path, "-m", "pytest", "-p", "fn.testing.pytest_plugin", "--fn-row", "fn_wrong:row", "--fn-size",
-                   "9")  # fmt: skip
+    found = ranks.python("-m", "pytest", "-p", "fn.testing.pytest_plugin", "--fn-row", "fn_wrong:row", "--fn-size",
+                         "9", cwd=tmp_path)  # fmt: skip
     assert found.returncode == 1
     assert "NOT conforming" in found.stdout
     assert "pack_bits, known answer" in found.stdout

@@ -119,7 +119,7 @@ WRONG = {
     "adamw_: not held": with_argument("adamw_", 12, lambda limit: math.inf),
     "adamw_: tail": without_the_last("adamw_", [0, 2, 3]),
     "onebit_lamb_moments_: scaling": with_argument("onebit_lamb_moments_", 2, torch.ones_like),
-    "onebit_lamb_moments_: zeros": with_argument("onebit_lamb_moments_", 11, lambda keep: not keep),
+    "onebit_lamb_moments_: zeros": with_argument("onebit_lamb_moments_", 4, lambda nu: [v + 1e-12 for v in nu]),
     "onebit_lamb_moments_: no clamp": with_argument("onebit_lamb_moments_", 10, lambda limit: math.inf),
     "onebit_lamb_moments_: columns": lambda *args: REFERENCES["onebit_lamb_moments_"](*args).flip(1),
     "onebit_lamb_moments_: tail": without_the_last("onebit_lamb_moments_", [3, 5]),

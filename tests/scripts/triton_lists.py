@@ -91,7 +91,7 @@ def anywhere(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     held = tensors(dtype), [*tensors(dtype), *tensors(min=0.0)]
     yield "elementwise_", ("held", *held, (torch.rand(len(SHAPES), generator=draw),), [0], [0.0, 0.7])
     scaling = torch.rand(len(SHAPES), generator=draw) + 0.1
-    args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, 0.7, True
+    args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, 0.7
     yield "onebit_lamb_moments_", (tensors(dtype), tensors(), *args)
     yield "lamb_step_", (tensors(dtype), *moments, scaling, 1e-3, 0.1, 0.7)
 
@@ -158,7 +158,7 @@ def check_special_numbers() -> None:
     compare("adamw_", (params, [special], mu, nu, 0.9, 0.99, *DESCENT, MOST, False))
     compare("adamw_", (params, [special], mu, [torch.zeros(6)], 0.9, 0.99, *DESCENT, MOST, True))
     lists = params, [special], torch.ones(1), mu, nu, [torch.rand(6)]
-    compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, 0.7, True))
+    compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, 0.7))
     valid, runs = rows(1, [(6,)])
     compare("momentum_encode", (mu, [special], 0.0, torch.zeros(1, 8), torch.zeros(1, 1), valid, runs))
 

@@ -54,7 +54,7 @@ from fn.transforms.adam import (
 from fn.transforms.average import average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, check_decay, check_rate, scale_by_learning_rate
 from fn.transforms.lamb import LambHyper, check_hyper, frozen_step, start_lamb, warm_step
-from fn.transforms.masking import apply_mask, unfrozen
+from fn.transforms.mask_and_partition import apply_mask, unfrozen
 from fn.transforms.skip_nonfinite import all_finite, skip_nonfinite
 from fn.transforms.zero_one_adam import (
     check_synchronised,

@@ -525,6 +525,12 @@ def skipped(core: Core) -> int:
     return max((int(on_host(unit.state.skipped)) for unit in core.units), default=0)
 
 
+def count_of(core: Core, role: str) -> int:
+    """Return the largest count that the states have with a role, see `fn.Roles`."""
+    counts = [count for unit in core.units for count in roles.find(unit.state, role)]
+    return max((int(on_host(count)) for count in counts), default=0)
+
+
 def device_of(core: Core) -> torch.device:
     """Return the device of the first param; the CPU if there is none."""
     return next((p.device for group in core.param_groups for p in group["params"]), torch.device("cpu"))

@@ -13,7 +13,18 @@ from torch.distributed.tensor import DTensor
 from fn import roles, tree
 from fn.adapters.labels import Labels
 from fn.adapters.optim import gradients, groups
-from fn.adapters.optim.core import LOCAL_STEP_TAKEN, TORN, Core, Grads, Unit, device_of, land, skipped, stage_exchange
+from fn.adapters.optim.core import (
+    LOCAL_STEP_TAKEN,
+    TORN,
+    Core,
+    Grads,
+    Unit,
+    count_of,
+    device_of,
+    land,
+    skipped,
+    stage_exchange,
+)
 from fn.adapters.optim.hooks import agree, watch
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
@@ -24,7 +35,6 @@ from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
 from fn.errors import expected
 from fn.inplace.memory import owned
-from fn.inplace.protocol import on_host
 from fn.kernels.table import warm_kernels
 from fn.schedules import Schedule, always_warm_up, phase_of, phases_of
 from fn.transforms.skip_nonfinite import skip_nonfinite
@@ -366,12 +376,6 @@ def refuse_thawed(frozen: list[tuple[str, Tensor]]) -> None:
 def inside_of(core: Core) -> set[str]:
     """Return the axes whose ranks are an island, and take local steps together."""
     return {axis for unit in core.units for axis in facts_of(unit.transform).inside}
-
-
-def count_of(core: Core, role: str) -> int:
-    """Return the largest count that the states have with a role, see `fn.Roles`."""
-    counts = [count for unit in core.units for count in roles.find(unit.state, role)]
-    return max((int(on_host(count)) for count in counts), default=0)
 
 
 def axes_of(make: Callable[..., Transform], binding: Binding, listed: list[Any], defaults: dict[str, Any]) -> list[str]:

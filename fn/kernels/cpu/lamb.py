@@ -36,15 +36,13 @@ from fn.kernels.rules import (
 
 @compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
 def fresh_piece(
-    p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, keep_zeros, q, u, ratio, count
+    p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, q, u, ratio, count
 ):
     """Take the momentum, move the second moment that goes on; write q, u and the ratios of denominators."""
     param, new, m, v, f = floats(p), floats(x), floats(mu), floats(nu), floats(fresh)
     to_q, to_u, to_ratio = floats(q), floats(u), floats(ratio)
     for j in range(count):
-        average = new[j] / factor
-        if keep_zeros:
-            average = kept_at_zero(average, v[j], ZERO, ZERO)
+        average = kept_at_zero(new[j] / factor, v[j], ZERO, ZERO)
         square = second_moment(f[j], implied_gradient(average, m[j], b1, rest1), b2, rest2)
         m[j], f[j] = average, square
         below = denominator(v[j], eps)
@@ -55,7 +53,7 @@ def fresh_piece(
 
 @compiled()
 def fresh_blocks(
-    low, high, grid, ps, xs, mus, nus, freshes, shrink, b1, rest1, b2, rest2, eps, decay, limit, keep_zeros, sums,
+    low, high, grid, ps, xs, mus, nus, freshes, shrink, b1, rest1, b2, rest2, eps, decay, limit, sums,
     scratch,
 ):  # fmt: skip
     """Take the momentum and move the second moment that goes on, block by block; sums (blocks, 3) float64."""
@@ -68,7 +66,7 @@ def fresh_blocks(
             p, x, mu, nu = ints(ps)[s] + at, ints(xs)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
             fresh = ints(freshes)[s] + at
             fresh_piece(
-                p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, keep_zeros, q, u, ratio, count
+                p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, q, u, ratio, count
             )
             peak = larger_magnitude(peak, ratio, count)
             of_q += sum_of_squares(floats(q), count)
@@ -148,7 +146,7 @@ def _per_tensor(sums: Tensor, at: BlockTable) -> Tensor:
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor],
     nu: Sequence[Tensor], fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float,
-    max_step: float, keep_zeros: bool,
+    max_step: float,
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_lamb_moments_`."""
     lists = params, averages, mu, nu, fresh
@@ -156,7 +154,7 @@ def onebit_lamb_moments_(
         return NotImplemented
     at, numbers = _blocks_of(params), map(float, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
-    run(fresh_blocks, at, 1, *map(list, lists), scaling, *numbers, keep_zeros, sums, scratch=12 * STEP)
+    run(fresh_blocks, at, 1, *map(list, lists), scaling, *numbers, sums, scratch=12 * STEP)
     return _per_tensor(sums, at)
 
 

@@ -250,7 +250,6 @@ def onebit_lamb_moments_(
     eps: float,
     weight_decay: float,
     max_step: float,
-    keep_zeros: bool,
 ) -> Tensor:
     """Take the averaged momentum, move the second moment that goes on, and return what 1-bit LAMB's factor needs.
 
@@ -258,14 +257,13 @@ def onebit_lamb_moments_(
         fresh <- b2 fresh + (1 - b2) g^2        q = clamp(mu / (sqrt(nu) + eps)),    u = q + weight_decay p
 
     Args: params, averages, mu, nu, fresh: S tensors each; mu and fresh are written. scaling (S,). max_step: q is
-        `clamped` to it; infinity for none. keep_zeros: without it, m is not masked.
+        `clamped` to it; infinity for none.
     Returns: (S, 3) float64: the largest (sqrt(nu) + eps) / (sqrt(fresh) + eps), 0 of a tensor without elements, and
         the sums of squares of q and u.
     """
     sums = []
     for p, x, s, m, v, f in zip(params, averages, scaling.unbind(), mu, nu, fresh, strict=True):
-        x = x.to(m.dtype) / s.to(m.dtype)
-        x = rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x
+        x = rules.kept_at_zero(x.to(m.dtype) / s.to(m.dtype), v, 0.0, 0.0)
         f.copy_(rules.second_moment(f, rules.implied_gradient(x, m, b1, 1 - b1), b2, 1 - b2))
         m.copy_(x)
         ratios = over_root(rules.denominator(v, eps), f, eps).reshape(-1)

@@ -10,8 +10,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import LIMIT, Died, Raised, outcomes, run
+from ranks import LIMIT, Died, Raised, outcomes, python, run
 
 import fn
 from fn.collectives.carriers import group_of
@@ -228,7 +226,7 @@ os.kill(child, 9)
 
 def test_a_forked_process_neither_ends_the_connections_nor_keeps_them_alive():
     """As the workers of a data loader are forked, and outlive a rank that is killed by seconds."""
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=LIMIT, check=False)
+    done = python("-c", FORKED)
     assert "goes on [7.0, 7.0, 7.0, 7.0]" in done.stdout, done.stderr
     assert "is lost Connection closed by rank 0" in done.stdout, done.stdout + done.stderr
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit, updates_of
+from fn.adapters.optim.core import Core, Unit, count_of, updates_of
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.state_dict import place_of
@@ -129,7 +129,7 @@ class _Watch:
 
     def start_anew(self, core: Core) -> None:
         """Go on from a state that was loaded."""
-        self.unseen, self.dropped, self.left_out = 0, _count(core, "dropped"), _count(core, "left_out")
+        self.unseen, self.dropped, self.left_out = 0, count_of(core, "dropped"), count_of(core, "left_out")
 
     def watch_missing(self, core: Core) -> None:
         """Name the parameters that have no gradient in the first step, and those whose first one comes too late."""
@@ -154,7 +154,7 @@ class _Watch:
 
     def count_exchange(self, core: Core, fragment: int) -> None:
         """Count an exchange that was left out, and warn if many were in a row; rank 0 says so."""
-        before, self.left_out = self.left_out, _count(core, "left_out")
+        before, self.left_out = self.left_out, count_of(core, "left_out")
         is_left_out = self.left_out > before
         count = self.left_out_in_a_row[fragment] = self.left_out_in_a_row.get(fragment, 0) + 1 if is_left_out else 0
         # Ranks leave out exchanges together, so they all come here together.
@@ -187,7 +187,7 @@ class _Watch:
         if phase.phase is Phase.LOCAL and self.unseen < LOOK:
             return
         taken, self.unseen = self.unseen, 0
-        before, self.dropped = self.dropped, _count(core, "dropped")
+        before, self.dropped = self.dropped, count_of(core, "dropped")
         row = self.dropped_in_a_row
         self.dropped_in_a_row = row + taken if self.dropped - before == taken else 0
         # Several steps are looked at together, so a count at which a warning is due may lie between two looks.
@@ -315,11 +315,6 @@ def late_group(core: Core) -> None:
 def is_due(count: int) -> bool:
     """Return whether a warning is due after this many skipped steps in a row."""
     return count == FIRST or (count >= 16 and count & (count - 1) == 0)
-
-
-def _count(core: Core, role: str) -> int:
-    counts = [count for unit in core.units for count in roles.find(unit.state, role)]
-    return max((int(on_host(count)) for count in counts), default=0)
 
 
 def _warn_of_no_axis(core: Any) -> None:

@@ -55,12 +55,11 @@ def write_sums(sums, blocks, a, b, c):
 
 @jit
 def onebit_moments_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps, weight_decay, max_step, sums, blocks,
-                         length, KEEP_ZEROS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                         length, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take the momentum, move the second moment that goes on; note the largest ratio, and squares."""
     i = tl.arange(0, BLOCK)
     m, v = quotient(load(x, i, length, FULL), scaling), load(nu, i, length, FULL)
-    if KEEP_ZEROS:
-        m = kept_at_zero(m, v, 0.0, 0.0)
+    m = kept_at_zero(m, v, 0.0, 0.0)
     g = implied_gradient(m, load(mu, i, length, FULL), b1, rest1)
     f = second_moment(load(fresh, i, length, FULL), g, b2, rest2)
     store(mu, i, m, length, FULL)
@@ -76,8 +75,7 @@ def onebit_moments_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps
 
 @kernel
 def onebit_lamb_moments_kernel(addresses, table, scaling, sums, b1, rest1, b2, rest2, eps, weight_decay, max_step, n,
-                               blocks, P: tl.constexpr, G: tl.constexpr, KEEP_ZEROS: tl.constexpr,
-                               BLOCK: tl.constexpr):  # fmt: skip
+                               blocks, P: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit LAMB's momentum; sums: the largest ratio, squares of q and u.
 
     addresses: of params, averages, mu, nu, fresh.
@@ -89,9 +87,9 @@ def onebit_lamb_moments_kernel(addresses, table, scaling, sums, b1, rest1, b2, r
     fresh = pointer(tensor + 4, offset, tl.float32, False)
     block = p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, weight_decay, max_step, sums, blocks, length
     if length == BLOCK:
-        onebit_moments_block(*block, KEEP_ZEROS, True, BLOCK)
+        onebit_moments_block(*block, True, BLOCK)
     else:
-        onebit_moments_block(*block, KEEP_ZEROS, False, BLOCK)
+        onebit_moments_block(*block, False, BLOCK)
 
 
 @jit
@@ -172,7 +170,6 @@ def drift_kernel(addresses, table, out, decay, eps, lr, n, blocks, P: tl.constex
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor], nu: Sequence[Tensor],
     fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
-    keep_zeros: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_lamb_moments_`."""
     lists = lists_of(params, averages, mu, nu, fresh, P=params, G=averages)
@@ -181,7 +178,7 @@ def onebit_lamb_moments_(
     sums = _sums(lists.row)
     numbers = floats(b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step)
     args = lists.addresses, lists.row.table, scaling.contiguous(), sums, *numbers, *lists.row.sizes
-    launch(onebit_lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.of_one_shape, KEEP_ZEROS=keep_zeros)
+    launch(onebit_lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.of_one_shape)
     return add_up_columns(sums, lists.row, peaks=True)
 
 

@@ -1,4 +1,4 @@
-"""What may be given to `outer`, and to other transforms that take local steps."""
+"""Checks of what is given to `outer`, and to other transforms that take local steps."""
 
 from __future__ import annotations
 
