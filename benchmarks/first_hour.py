@@ -18,7 +18,7 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache, partial
 from inspect import signature
@@ -221,24 +221,26 @@ def default_rate(method: str) -> float:
     return signature(named(method)).parameters["lr"].default
 
 
-ADVICE = re.compile(
-    r"start with (AdamW's rate(?: times (?P<times>[\d.]*\d))?(?:, at most (?P<most>[\d.]*\d))?|(?P<own>[\d.]*\d))"
-)
+ADVICE = re.compile(r"start with (AdamW's rate)?(?: times )?([\d.]*\d)?(?:, at most ([\d.]*\d))?")
+
+
+def advice(docstring: str) -> tuple[str, Callable[[float], float]]:
+    """Return what a docstring says of the rate to start with, and that rate as a function of AdamW's best rate.
+
+    >>> said, rate = advice("lr: a number; start with AdamW's rate times 3, at most 0.02. b1: another one.")
+    >>> said, rate(0.003), rate(0.01)
+    ("AdamW's rate times 3, at most 0.02", 0.009, 0.02)
+    """
+    if (found := ADVICE.search(" ".join(docstring.split()))) is None:
+        raise LookupError("expected a docstring that says 'start with ...'")
+    of_base, number, most = found[1] is not None, float(found[2] or 1), float(found[3] or math.inf)
+    said = found[0].removeprefix("start with ")
+    return said, lambda base: min(float(f"{number * base if of_base else number:.3g}"), most)
 
 
 def recommended_rate(method: str, base: float) -> float:
-    """Return the rate that a docstring recommends where AdamW's best rate is `base`.
-
-    >>> recommended_rate("loco_adamw", 0.003)
-    0.003
-    """
-    if method.partition(",")[0] == BASE:
-        return base
-    if (advice := ADVICE.search(" ".join((named(method).__doc__ or "").split()))) is None:
-        raise LookupError(f"expected the docstring of fn.{method} to say 'start with ...'")
-    if advice["own"]:
-        return float(advice["own"])
-    return min(float(f"{base * float(advice['times'] or 1):.3g}"), float(advice["most"] or math.inf))
+    """Return the rate that a docstring recommends where AdamW's best rate is `base`."""
+    return base if method.partition(",")[0] == BASE else advice(named(method).__doc__ or "")[1](base)
 
 
 def take(run: Run, batch: int) -> dict[str, Any]:
@@ -272,10 +274,12 @@ def missing(rows: Rows, tables: Sequence[tuple[str, int]], methods: Sequence[str
     return [run for run in wanted if run not in done]
 
 
-def table(rows: Rows, tables: Sequence[tuple[str, int]], methods: Sequence[str]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """Return each method's distance to AdamW, at both rates. What is beyond a bound is bold."""
-    head, lines = ["method"], {method: [method] for method in methods}
-    for task, batch in tables:
+    rows = found["rows"]
+    trained = {row["method"] for row in rows}
+    head, lines = ["method"], {method: [method] for method in METHODS if method in trained}
+    for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in rows):
         head += [f"{task}, {batch} a step, default rate", "recommended rate"]
         setting, (base, _) = TASKS[task], tuned_rate(rows, task, batch)
 
@@ -321,7 +325,7 @@ def main() -> None:
                 args.json.write_text(f'{{"about": {json.dumps(about())},\n"rows": [\n{lines}\n]}}\n')
                 bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
                 bar.update()
-    print(table(rows, tables, methods))
+    print(table({"rows": rows}))
 
 
 if __name__ == "__main__":
