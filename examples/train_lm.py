@@ -160,12 +160,12 @@ def rarely_agree(freeze_step: int) -> Callable[[int], fn.Phase]:
 
 RECIPES = {
     "adamw": Recipe(fn.adamw, never_freeze, "adamw"),
-    "onebit_adam": Recipe(partial(fn.onebit_adam, bias_correction=True), fn.freeze_after, "adamw"),
+    "onebit_adam": Recipe(fn.onebit_adam, fn.freeze_after, "adamw"),
     "onebit_adam_int8": Recipe(  # the warm-up in 8 bits
-        partial(fn.onebit_adam, bias_correction=True, warmup=fn.int8()), fn.freeze_after, "adamw"
+        partial(fn.onebit_adam, warmup=fn.int8()), fn.freeze_after, "adamw"
     ),
     "onebit_adam_direct": Recipe(  # for two ranks: codes go straight to the other one
-        partial(fn.onebit_adam, bias_correction=True, servers=False), fn.freeze_after, "adamw"
+        partial(fn.onebit_adam, servers=False), fn.freeze_after, "adamw"
     ),
     "loco_adamw": Recipe(fn.loco_adamw, fn.freeze_after, "adamw"),
     "zero_one_adam": Recipe(fn.zero_one_adam, rarely_agree, "adamw"),

@@ -8,7 +8,7 @@ from fn.adapters.donate import donate
 from fn.adapters.flatten import flatten_parameters
 from fn.adapters.labels import labels_of
 from fn.adapters.optim.optimizer import Optimizer
-from fn.base import Exchange, Facts, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
+from fn.base import Exchange, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
@@ -25,6 +25,7 @@ from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
+from fn.facts import Facts
 from fn.lamb_optimizers import lamb, onebit_lamb
 from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw

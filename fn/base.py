@@ -29,6 +29,7 @@ from fn import roles, tree
 from fn.arguments import check_is_transform
 from fn.compiling import compilable, original, own_code
 from fn.errors import expected
+from fn.facts import ELEMENTWISE, Facts, merged
 
 Tree = Any
 C = TypeVar("C", bound=type)
@@ -248,68 +249,12 @@ def _round(local: UpdateFn, exchange: Exchange, round_: Round) -> UpdateFn:
     return _rounds[key]
 
 
-class Facts(NamedTuple):
-    """What a transform says of itself, for combinators and adapters that cut tensors into pieces, or shard them.
-
-    axes: the names of the axes that it communicates over.
-    whole: the names of its links that need whole tensors, because they use norms, shapes, rows or tiles. (): it works
-        element by element, so that it can be given pieces. An average in codes counts as element by element, too,
-        although each piece then has scales of its own.
-    silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
-    unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
-    tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
-    unequal: whether what it averages differs between the ranks, as the mean of two of them does.
-    shards: the names of the axes over whose ranks the tensors are divided that it is given. It brings whole tensors
-        together there, so it can be given rows of them, and the ranks skip a step together.
-    inside: the names of those axes within an island over which the inner optimizer of `fn.outer` communicates. Their
-        ranks take local steps together.
-
-    >>> import fn
-    >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), silent=False, unclamped=False, tree=(), unequal=False, shards=(),
-    inside=())
-    """
-
-    axes: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    silent: bool = False
-    unclamped: bool = False
-    tree: tuple[str, ...] = ()
-    unequal: bool = False
-    shards: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
-
-
-ELEMENTWISE = Facts()
-"""The facts of a link that communicates with nobody and treats each element by itself."""
-
-
 def facts_of(transform: Transform) -> Facts:
     """Return the facts of a transform. One without any is taken to need whole tensors, and may communicate."""
     if transform.facts is None:
         unknown = (name_of(transform.warmup_update),)
         return Facts(whole=unknown, silent=True, tree=unknown)
     return transform.facts
-
-
-def merged(*facts: Facts) -> Facts:
-    """Return the facts of a transform that consists of several: their names together, and a flag where one has it.
-
-    Raises: TypeError if axes, or links, are a plain string and no tuple.
-    """
-
-    def names(field: str) -> tuple[str, ...]:
-        values = [getattr(said, field) for said in facts]
-        for value in values:
-            if isinstance(value, str):
-                raise TypeError(expected(f"facts.{field}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
-        return (*dict.fromkeys(name for value in values for name in value),)
-
-    silent, unclamped, unequal = (
-        any(getattr(said, field) for said in facts) for field in ("silent", "unclamped", "unequal")
-    )
-    flags = silent, unclamped
-    return Facts(names("axes"), names("whole"), *flags, names("tree"), unequal, names("shards"), names("inside"))
 
 
 def chain(*links: Transform) -> Transform:

@@ -214,7 +214,7 @@ def sparse_loco(
         return compressed_average(axis, codec, decayed(keep), servers=False)
 
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
-    sync = in_basis(basis, mean)
+    sync = in_basis(basis, mean, axis=axis)
     check_rate(outer_lr, "outer_lr")
     tx = outer(adamw, scale_by_learning_rate(outer_lr), sync, fragments=fragments)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)

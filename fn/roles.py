@@ -48,8 +48,8 @@ class Roles(NamedTuple):
     shard: the number of this rank's shard and the number of shards, (2,) int64.
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet.
     warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
-    counts: the number of steps behind the moments, 0-d; weights: what first and second moment have gathered,
-        1 - b ** steps, 0-d float64.
+    counts: the number of steps behind the moments, 0-d int64; ages: how many updates the first moment and the second
+        one have had, 0-d int64 each, () where moments are not bias-corrected.
     difference: the difference to the anchor, which a weight multiplies before it is sent; in the state of an average,
         0-d numbers that are 1 where it is noted, and are multiplied with it.
     lasting: what an average keeps also where the exchange is left out, and all else of its state stays: turns, or norms
@@ -73,7 +73,7 @@ class Roles(NamedTuple):
     lasting: tuple[str, ...] = ()
     out: tuple[str, ...] = ()
     outliers: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
+    ages: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     owned: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ def lion_vote(
     weight_decay: float = 0.0,
     *,
     axis: AxisNames,
-    ties: str = "even",
+    ties: str = "alternate",
     servers: bool = True,
 ) -> Transform:
     """Train with Distributed Lion: keep Lion's momentum on each rank, and vote on the sign of the step with one bit.

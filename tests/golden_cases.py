@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,22 @@ from fn import tree
 from fn.adapters.deepspeed.transforms import ParamGroup
 
 FOLDER = Path(__file__).parent / "golden"
+
+
+def recorded_weight(state: Any, which: int, betas: Sequence[float] | None = None) -> float:
+    """Return what a moment is multiplied by to be as recorded: Adam's are stored bias-corrected here, and not there.
+
+    Args: which: 0 for the first moment, 1 for the second.
+    """
+    ages = tree.fields(state, "ages")
+    # simulated ranks with states of their own have an age each, all alike
+    return 1 - (betas or (0.9, 0.999))[which] ** int(ages[0][which].max()) if ages else 1.0
+
+
+def recorded_form(state: Any, field: str, betas: Sequence[float] | None = None) -> list[Tensor]:
+    """Return the leaves of mu or nu as recorded."""
+    weight = recorded_weight(state, int(field == "nu"), betas)
+    return [x * weight for x in tree.fields(state, field)[0]]
 
 
 class Case(NamedTuple):

@@ -99,18 +99,20 @@ class OnebitAdam:
         for i in range(len(self.params)):
             gs = [g[i] for g in gradients]
             if compressed:
-                candidates = [self.b1 * self.mu[i] + (1 - self.b1) * g for g in gs]
+                candidates = [self._average(self.mu[i], g, self.b1, self.steps) for g in gs]
                 self.mu[i] = np.where(self.nu[i] > 0, self.means[i](candidates), 0.0)
             else:
                 g = mean(gs)
-                self.mu[i] = self.b1 * self.mu[i] + (1 - self.b1) * g
-                self.nu[i] = self.b2 * self.nu[i] + (1 - self.b2) * g**2
+                self.mu[i] = self._average(self.mu[i], g, self.b1, self.steps)
+                self.nu[i] = self._average(self.nu[i], g**2, self.b2, self.warm_steps)
             self._move(i, self.max_step if compressed else np.inf)
+
+    def _average(self, average: Vector, new: Vector, b: float, updates: int) -> Vector:
+        share = (1 - b) / (1 - b**updates) if self.bias_correction else 1 - b
+        return average + share * (new - average)
 
     def _move(self, i: int, max_step: float) -> None:
         m, v = self.mu[i], self.nu[i]
-        if self.bias_correction:
-            m, v = m / (1 - self.b1**self.steps), v / (1 - self.b2**self.warm_steps)
         direction = np.clip(m / (np.sqrt(v) + self.eps), -max_step, max_step)
         update = direction + self.weight_decay * self.params[i]
         self.params[i] = self.params[i] - self.lr * update

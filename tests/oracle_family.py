@@ -93,8 +93,9 @@ class ZeroOneAdam:
     `step(gradients, kind)`, kind "variance", "sync" or "local". params[rank][tensor]: the ranks' own.
     """
 
-    def __init__(self, params, world, lr, b1, b2, eps, weight_decay=0.0, max_step=np.inf):
-        self.max_step = max_step
+    def __init__(self, params, world, lr, b1, b2, eps, weight_decay=0.0, max_step=np.inf, bias_correction=False):
+        self.max_step, self.bias_correction = max_step, bias_correction
+        self.mu_age = self.nu_age = 0.0
         self.params = [[p.astype(np.float64) for p in params] for _ in range(world)]
         self.anchor = [p.astype(np.float64) for p in params]
         self.lr, self.b1, self.b2, self.eps, self.weight_decay = lr, b1, b2, eps, weight_decay
@@ -104,7 +105,9 @@ class ZeroOneAdam:
         self.means = [CompressedMean(p.size, world) for p in self.anchor]
 
     def step(self, gradients: list[list[Vector]], kind: str) -> None:
+        self.mu_age += 1
         if kind == "variance":
+            self.nu_age += 1
             for i in range(len(self.anchor)):
                 self._variance(i, mean([rank[i] for rank in gradients]))
             return
@@ -115,19 +118,22 @@ class ZeroOneAdam:
             if kind == "sync":
                 self._agree(i)
         if kind == "sync":
-            self.elapsed = 0.0
+            self.elapsed, self.mu_age = 0.0, np.inf
+
+    def _average(self, average: Vector, new: Vector, b: float, age: float) -> Vector:
+        return average + (1 - b) / (1 - b**age if self.bias_correction else 1) * (new - average)
 
     def _root(self, i: int) -> Vector:
         return np.sqrt(self.nu[i]) + self.eps
 
     def _variance(self, i: int, g: Vector) -> None:
-        m = self.b1 * self.mu[0][i] + (1 - self.b1) * g
-        self.nu[i] = self.b2 * self.nu[i] + (1 - self.b2) * g**2
+        m = self._average(self.mu[0][i], g, self.b1, self.mu_age)
+        self.nu[i] = self._average(self.nu[i], g**2, self.b2, self.nu_age)
         there = self.anchor[i] - self.lr * (m / self._root(i) + self.weight_decay * self.anchor[i])
         self._arrive(i, m, there)
 
     def _alone(self, r: int, i: int, g: Vector) -> None:
-        m = self.b1 * self.mu[r][i] + (1 - self.b1) * g
+        m = self._average(self.mu[r][i], g, self.b1, self.mu_age)
         self.mu[r][i] = np.where(self.nu[i] > 0, m, 0.0)
         self.params[r][i] = self.params[r][i] - self.lr * self.mu[r][i] / self._root(i)
 

@@ -22,6 +22,7 @@ FLOORS = {
     "fn.compiling": 0,
     "fn.version": 0,
     "fn.roles": 0,
+    "fn.facts": 0,
     "fn.base": 1,
     "fn.schedules": 1,
     "fn.kernels": 2,

@@ -17,8 +17,8 @@ from fn import roles
 from fn.collectives.axis import ALONE, Axis, Binding
 
 WORDS = (
-    "alone", "anchor", "copies", "coefficient", "dropped", "elapsed", "errors", "factor", "gradient_errors", "inner",
-    "left_out", "local_params", "master", "mu", "mu_weight", "nu", "nu_fresh", "nu_weight", "others", "outer", "peak",
+    "ages", "alone", "anchor", "copies", "coefficient", "dropped", "elapsed", "errors", "factor", "gradient_errors",
+    "inner", "left_out", "local_params", "master", "mu", "nu", "nu_fresh", "others", "outer", "peak",
     "pending", "place", "q", "rank_local", "ratio", "roles", "scaling", "second_moment", "server", "shard", "skipped",
     "skips", "step", "steps", "sync", "total", "watched", "worker",
 )  # fmt: skip

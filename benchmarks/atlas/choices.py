@@ -9,9 +9,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import fn
 from benchmarks.atlas import picture as atlas_picture
-from benchmarks.atlas.methods import METHODS, H
+from benchmarks.atlas.methods import CORE, H
 from benchmarks.atlas.paired import difference
 from benchmarks.atlas.summary import BASE, MAIN, Row, by_seed, chosen_rate, runs, summary, two_digits
 from benchmarks.atlas.tasks import TASKS
@@ -123,9 +122,8 @@ def rates(rows: Sequence[Row]) -> str:
     """Return where to start with the learning rate: for each method of the core a factor on AdamW's tuned rate."""
     head = ["method", "start with AdamW's times", *(f"tuned, {task}" for task in RATE_TASKS)]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name, method in METHODS.items():
-        is_core = name.partition(",")[0] not in dir(fn.contrib)
-        if name != BASE and is_core and method.family != "baseline" and set(method.tasks) & set(RATE_TASKS):
+    for name, method in CORE.items():
+        if name != BASE and method.family != "baseline" and set(method.tasks) & set(RATE_TASKS):
             own = factors(rows, name)
             cells = [
                 name,

@@ -160,18 +160,24 @@ def diloco(**settings: Any) -> Callable[..., fn.Transform]:
     return partial(fn.diloco, **ADAM, outer_lr=0.9, outer_momentum=0.6, **settings)
 
 
+def contrib(name: str, **settings: Any) -> fn.Transform:
+    """Return a method of `fn.contrib` by its name."""
+    made: fn.Transform = getattr(fn.contrib, name)(**settings)
+    return made
+
+
 ADAM_RATE, LAMB_RATE, LION_RATE = 3e-3, 3e-2, 1e-3
 LION = {"weight_decay": 0.3}
 """Its steps are of one size, about three times Adam's, so its rate is lower and its decay higher."""
 
-_onebit = partial(fn.onebit_adam, bias_correction=True, **ADAM)
+_onebit = partial(fn.onebit_adam, **ADAM)
 _muloco = partial(fn.muloco, labels=labels, weight_decay=0.1)
 _int8_muon = partial(muon, codec=fn.int8())
 _fifth = "a warm-up of 20 %"
 _round = f"H = {H}, a warm-up of 8 %"
 _half = "a warm-up of 50 %"
 
-METHODS = {
+CORE = {
     "adamw": Method("exact", partial(fn.adamw, **ADAM), never, ADAM_RATE, "float32", "adamw", tasks=ALL),
     "adamw, one worker": Method(
         "baseline", partial(fn.adamw, **ADAM), never, ADAM_RATE, "a worker's batch, nothing sent", "adamw", alone=True,
@@ -188,29 +194,9 @@ METHODS = {
         "4 or 8 bits", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon",
         tasks=TEXT,
     ),
-    "lion_muon": Method(
-        "votes", partial(fn.contrib.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
-        "lion_muon", tasks=TEXT,
-    ),
     "sign_muon": Method(
         "votes", partial(fn.sign_muon, labels=labels, weight_decay=0.1), first(0), 3e-2, "votes on momenta",
         "sign_muon", tasks=TEXT,
-    ),
-    "ef21_muon": Method(
-        "sparse", partial(fn.contrib.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20",
-        "ef21_muon", tasks=TEXT,
-    ),
-    "dion2": Method(
-        "low rank",
-        partial(
-            fn.contrib.dion2, labels=labels, scale="rms_norm", weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-5)
-        ),
-        first(0), ADAM_RATE, "1/4 of the rows", "dion2, rows 1/4", tasks=TEXT,
-    ),
-    "muon_bp": Method(
-        "exact",
-        partial(fn.contrib.muon_bp, labels=labels, weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-7)), often,
-        ADAM_RATE, "float32, blocks between", "muon_bp", tasks=TEXT,
     ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
@@ -272,19 +258,6 @@ METHODS = {
         "local steps", partial(_muloco, codec=fn.bins(4, 6)), rounds(), ADAM_RATE, _round, "diloco, 2 bits",
         alike=False,
     ),
-    "des_loc": Method(
-        "local steps", partial(fn.contrib.des_loc, **ADAM), of_moments, ADAM_RATE,
-        f"params, moments every {H}, {3 * H}, {11 * H} steps, a warm-up of 8 %", "des_loc, without its moments",
-        alike=False,
-    ),
-    "no_loco": Method(
-        "local steps", partial(fn.contrib.no_loco, **ADAM), rounds(), ADAM_RATE, f"pairs, {_round}", "no_loco",
-        alike=False, ends_apart=True,
-    ),
-    "sparta": Method(
-        "local steps", partial(fn.contrib.sparta, **ADAM), always, ADAM_RATE, "1/200 in a step, a warm-up of 8 %",
-        "sparta", alike=False, ends_apart=True,
-    ),
     "powersgd_adamw": Method(
         "low rank", partial(fn.powersgd_adamw, rank=4, **ADAM), first(10), ADAM_RATE, "rank 4",
         "powersgd_adamw, rank 4",
@@ -293,15 +266,54 @@ METHODS = {
         "low rank", partial(fn.dion, labels=labels, rank=0.25, weight_decay=0.1), first(0), 3e-2, "rank 1/4",
         "dion, rank 1/4",
     ),
-    "demo": Method(
-        "sparse", partial(fn.contrib.demo, weight_decay=0.1), first(0), 1e-2, "32 cosines of a tile", "demo"
-    ),
-    "ef21_sgdm": Method("sparse", partial(fn.contrib.ef21_sgdm, k=0.01), first(1), 1.0, "k = 1/100", "ef21_sgdm"),
     "lion_vote": Method(
         "votes", partial(fn.lion_vote, **LION), first(0), LION_RATE, "majority", "lion_vote"
     ),
-    "signum_vote": Method(
-        "votes", partial(fn.contrib.signum_vote, weight_decay=0.1), first(0), 1e-3, "majority", "lion_vote"
-    ),
 }  # fmt: skip
 """In the order in which tables show them."""
+
+_OF_CONTRIB = {
+    "lion_muon": Method(
+        "votes", partial(contrib, "lion_muon", labels=labels), often, 3e-2, "Muon one step in 5, votes between",
+        "lion_muon", tasks=TEXT,
+    ),
+    "ef21_muon": Method(
+        "sparse", partial(contrib, "ef21_muon", labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20",
+        "ef21_muon", tasks=TEXT,
+    ),
+    "dion2": Method(
+        "low rank",
+        partial(
+            contrib, "dion2", labels=labels, scale="rms_norm", weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-5)
+        ),
+        first(0), ADAM_RATE, "1/4 of the rows", "dion2, rows 1/4", tasks=TEXT,
+    ),
+    "muon_bp": Method(
+        "exact",
+        partial(contrib, "muon_bp", labels=labels, weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-7)), often,
+        ADAM_RATE, "float32, blocks between", "muon_bp", tasks=TEXT,
+    ),
+    "des_loc": Method(
+        "local steps", partial(contrib, "des_loc", **ADAM), of_moments, ADAM_RATE,
+        f"params, moments every {H}, {3 * H}, {11 * H} steps, a warm-up of 8 %", "des_loc, without its moments",
+        alike=False,
+    ),
+    "no_loco": Method(
+        "local steps", partial(contrib, "no_loco", **ADAM), rounds(), ADAM_RATE, f"pairs, {_round}", "no_loco",
+        alike=False, ends_apart=True,
+    ),
+    "sparta": Method(
+        "local steps", partial(contrib, "sparta", **ADAM), always, ADAM_RATE, "1/200 in a step, a warm-up of 8 %",
+        "sparta", alike=False, ends_apart=True,
+    ),
+    "demo": Method(
+        "sparse", partial(contrib, "demo", weight_decay=0.1), first(0), 1e-2, "32 cosines of a tile", "demo"
+    ),
+    "ef21_sgdm": Method("sparse", partial(contrib, "ef21_sgdm", k=0.01), first(1), 1.0, "k = 1/100", "ef21_sgdm"),
+    "signum_vote": Method(
+        "votes", partial(contrib, "signum_vote", weight_decay=0.1), first(0), 1e-3, "majority", "lion_vote"
+    ),
+}  # fmt: skip
+
+METHODS = CORE | {name: method for name, method in _OF_CONTRIB.items() if name in dir(fn.contrib)}
+"""With the methods of `fn.contrib` that are there: a file of it can be deleted."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.atlas import picture as atlas_picture
-from benchmarks.atlas.methods import METHODS
+from benchmarks.atlas.methods import CORE, METHODS
 from benchmarks.atlas.summary import MAIN, TUNED_ON, Row, chosen_rate, missing_runs, rates_to_try, summary, table
 from benchmarks.atlas.tasks import TASKS
 from benchmarks.atlas.train import Run, train
@@ -109,24 +109,27 @@ def main() -> None:
     size.add_argument("--full", action="store_true", help="all tasks, all rates and seeds")
     add("--json", type=Path, metavar="FILE", help="where rows are kept, in --out by default")
     add("--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the pictures go")
-    add("--only", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help="some methods")
+    add("--only", nargs="+", choices=list(METHODS), metavar="METHOD", help="some methods")
+    add("--contrib", action="store_true", help="the methods of fn.contrib, too")
     add("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK", help="of --full")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, each on one core")
     args = parser.parse_args()
     args.quick = not args.full
+    args.only = args.only or list(METHODS if args.contrib else CORE)
     if args.full and "digits" in args.tasks:
         importlib.import_module("sklearn")  # now, and not after an hour: pip install 'fn-optim[notebooks]'
     path = args.json or args.out / ("atlas.json" if args.full else "atlas_quick.json")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("atlas: terminated; start it again to go on"))
     rows = take(args, path)
-    reported = [row for row in rows if row["seed"] in TASKS[row["task"]].seeds]
+    own = [row for row in rows if row["method"] in args.only]
+    reported = [row for row in own if row["seed"] in TASKS[row["task"]].seeds]
     shown = dict.fromkeys((row["task"], row["workers"], row["steps"]) for row in reported)
     for task, workers, steps in shown:
-        print("", f"{task}, {workers} workers, {steps} steps", "", table(summary(rows, task, workers, steps)), sep="\n")
+        print("", f"{task}, {workers} workers, {steps} steps", "", table(summary(own, task, workers, steps)), sep="\n")
         if not args.quick and (missing := missing_runs(rows, task)):
             print(f"\n{missing} runs are missing")
-    print("", *atlas_picture.draw(rows, args.out), sep="\n")
+    print("", *atlas_picture.draw(own, args.out), sep="\n")
 
 
 if __name__ == "__main__":

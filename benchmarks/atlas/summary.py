@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.atlas.methods import METHODS
+from benchmarks.atlas.methods import CORE, METHODS
 from benchmarks.atlas.paired import difference, rate_at, search
 from benchmarks.atlas.tasks import TASKS
 
@@ -123,13 +123,13 @@ SHOWN = ("language model", "fine-tuning", "digits")
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Return what methods lose on each task, a row for each method; then the other tasks, and what is missing."""
+    """Return what methods of the core lose on each task, a row for each; then the other tasks, and what is missing."""
     found = {task: summary(rows, task, TASKS[task].workers, TASKS[task].steps) for task in TASKS}
     by_name = {task: {row["method"]: row for row in own} for task, own in found.items()}
     base = by_name[MAIN][BASE]
     head = ["method", "settings", "fewer bytes", *(f"{task}, {TASKS[task].workers} workers" for task in SHOWN)]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for name, method in METHODS.items():
+    for name, method in CORE.items():
         if name in by_name[MAIN] or name in by_name[SHOWN[-1]]:
             sent = by_name[MAIN].get(name, base)["bytes"]
             cells = [name, method.settings, f"{base['bytes'] / sent:.1f}x" if sent else ""]

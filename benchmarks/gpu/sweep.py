@@ -26,7 +26,7 @@ from fn.kernels import ops
 
 TABLE = Path(fn.__file__).parent / "kernels" / "gpu" / "triton" / "launches.py"
 BLOCKS, PER_WARP, REGISTERS = (1024, 2048, 4096), (128, 256, 512), (None, 48, 64)
-DESCENT = (1e-8, 0.01, 1e-3, 0.5, 0.25)
+DESCENT = (1e-8, 0.01, 1e-3)
 WORTH = 0.98
 """The share of the time of today's launch below which another one is taken."""
 

@@ -1,11 +1,11 @@
 """Take over what a `torch.optim.AdamW` has gathered, so that a run can change its optimizer in the middle.
 
-    opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data", bias_correction=True),
+    opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data"),
                        schedule=fn.freeze_after(1000), lr=1e-3, weight_decay=0.01)
     fn.adapters.from_adamw(adamw, opt)          # the next step is AdamW's next, or the first in codes
 
-A state has one weight of its moments where torch counts the steps of each parameter. A moment of fewer steps is scaled
-to the weight of the most, so that bias correction, which divides by that, gives what it gives in torch.
+Moments are stored bias-corrected here, and are divided by 1 - b^t on the way. A state has one count where torch counts
+the steps of each parameter: it becomes that of the most.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ class _Moments(NamedTuple):
     b1: float
     b2: float
 
-    def weights(self, step: float) -> tuple[float, float]:
-        """Return the weights of both moments after some steps, 1 - b**t."""
-        return 1 - self.b1**step, 1 - self.b2**step
-
 
 def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     """Copy moments and step counts of a `torch.optim.AdamW` into an optimizer over the same parameters.
@@ -58,8 +54,8 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     ...     adamw.step()
     >>> opt = fn.Optimizer([p], fn.adamw, lr=0.1)
     >>> fn.adapters.from_adamw(adamw, opt)
-    >>> opt.steps, fn.roles.find(opt.states, "first_moment")[0][0].tolist() == adamw.state[p]["exp_avg"].tolist()
-    (2, True)
+    >>> opt.steps, fn.roles.find(opt.states, "first_moment")[0][0]         # the average of the gradients
+    (2, tensor([ 1., -2.]))
     """
     moments_of = _moments_of(adamw)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -103,31 +99,27 @@ def _writes(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs, (tensor of a param group's state, its new numbers). Raises: as `from_adamw`."""
     firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
-    counts, weights = roles.find(state, "counts"), roles.find(state, "weights")
-    fits = [len(firsts), len(seconds), len(counts), len(weights)] == [1, 1, 1, 2]
+    counts, ages = roles.find(state, "counts"), roles.find(state, "ages")
+    fits = [*map(len, (firsts, seconds, counts, ages))] == [1, 1, 1, 1]
     pairs = [tree.leaves(moments) for moments in (*firsts, *seconds)] if fits else []
     if not fits or any([x.shape for x in leaves] != [p.shape for p in params] for leaves in pairs):
         raise ValueError(
-            f"expected the state of param group {g} to hold one mu, nu and weight of each over all parameters, as that "
-            f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(firsts)} first moments and {len(weights)} "
-            f"weights, or parts of tensors; run a warm-up instead, in which its moments build up"
+            f"expected the state of param group {g} to hold one mu, nu and age of each over all parameters, as that "
+            f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(firsts)} first moments and {len(ages)} "
+            f"pairs of ages, or parts of tensors; run a warm-up instead, in which its moments build up"
         )
     some = [moments_of[id(p)] for p in params if id(p) in moments_of]
     if not some:
         return []
     if len({(of_param.b1, of_param.b2) for of_param in some}) > 1:
         raise ValueError(f"expected adamw to have the same betas for all of param group {g}, but got several")
-    goals = some[0].weights(steps)
-    writes = [(counts[0], torch.tensor(int(steps), dtype=torch.int64, device="cpu"))]
-    writes += [
-        (weight, torch.tensor(goal, dtype=torch.float64, device="cpu"))
-        for weight, goal in zip(weights, goals, strict=True)
-    ]
+    count = torch.tensor(int(steps), dtype=torch.int64, device="cpu")
+    writes = [(x, count) for x in (counts[0], *ages[0])]
     for p, mu, nu in zip(params, *pairs, strict=True):
         of_param = moments_of.get(id(p))
         if of_param is None:
             writes += [(x, torch.zeros_like(x)) for x in (mu, nu)]
             continue
-        for into, x, goal, weight in zip((mu, nu), of_param[1:3], goals, of_param.weights(of_param.step), strict=True):
-            writes.append((into, x if of_param.step == steps else x.to(into.dtype) * (goal / weight)))
+        for into, x, b in zip((mu, nu), of_param[1:3], of_param[3:], strict=True):
+            writes.append((into, x.to(into.dtype) / (1 - b**of_param.step) if ages[0] else x))
     return writes

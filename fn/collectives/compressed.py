@@ -209,7 +209,7 @@ class Servers(NamedTuple):
             with step_range("serve"):
                 payload, server = fused.serve(received, server)
             if observed():
-                observe_kept(fused.settle(server, 1))
+                observe_kept(settle(self.codec, self.feedback, server, shard))
         else:
             with step_range("decode"):
                 mean = mean_of_rows(self.codec, received).to(shard.dtype)  # (W, n / W) -> (n / W,)

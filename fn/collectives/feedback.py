@@ -114,6 +114,12 @@ class DampedError(NamedTuple):
     age: Tensor
 
 
+class Counted(NamedTuple):
+    """No error but a count: of a codec whose codes of the same numbers differ from step to step. age: as there."""
+
+    age: Tensor
+
+
 def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block: int = 64) -> Feedback:
     """Keep the whole difference: c = x + e, send C(c), e <- c - C(c).
 
@@ -397,7 +403,7 @@ def fused_with(codec: Codec, feedback: Feedback) -> Fused | None:
 def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
     """Return the plain vector (R * n,) that an error stands for: what it would add to x (R, n) in the next step."""
     fused = fused_with(codec, feedback)
-    if fused is not None and fused.accepts(x, error):
+    if fused is not None and fused.settle is not None and fused.accepts(x, error):
         return fused.settle(error, x.shape[0])
     # What a feedback adds to zeros is what the error stands for.
     return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
@@ -442,6 +448,8 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
     """
     if isinstance(like, Tensor):
         return vector.to(like.dtype)
+    if isinstance(like, Counted):
+        return like if age is None else Counted(age)
     if isinstance(like, LazyError):
         return LazyError(vector.to(like.buffer.dtype), torch.zeros_like(like.scale))  # nothing of it was sent
     if isinstance(like, DampedError):
@@ -462,4 +470,4 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
 
 def age_of(error: Tree) -> Tensor | None:
     """Return how many steps an error counts, 0-d int64; None if it does not count."""
-    return error.age if isinstance(error, DampedError) else None
+    return error.age if isinstance(error, DampedError | Counted) else None

@@ -71,7 +71,7 @@ def demo(
         codec = fn.top_k(min(k, n), n, over=over, values=values)
         return fn.compressed_average(axis, codec, fn.decayed(keep), servers=False)
 
-    cosines = fn.in_basis(basis, mean)._replace(warmup_update=unchanged)
+    cosines = fn.in_basis(basis, mean, axis=axis)._replace(warmup_update=unchanged)
     step = fn.scale_by_sign(noise=1e-6), fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr)
     tx = fn.chain(fn.average(axis), fn.scale(lr), cosines, *step)
     tx = tx._replace(local_update=missing(fn.Phase.LOCAL, "demo"))

@@ -13,7 +13,7 @@ from torch import Tensor
 import fn
 from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_whole
-from fn.base import check_state, facts_of, merged, missing
+from fn.base import check_state, facts_of, missing
 from fn.collectives.agreement import check_agreement, device_of
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
@@ -152,7 +152,7 @@ def scale_by_dion2(
         return update
 
     local = missing(fn.Phase.LOCAL, "a momentum whose rows are averaged")
-    facts = merged(facts_of(exact), fn.Facts(whole=("scale_by_dion2",)))
+    facts = fn.Facts(facts_of(exact).axes, ("scale_by_dion2",))
     return fn.Transform(init, update_of(fn.Phase.WARMUP), update_of(fn.Phase.COMPRESSED), local, facts=facts)
 
 

@@ -19,6 +19,7 @@ from fn.base import Guarded, check_params, check_state, facts_of, unchanged
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
+from fn.facts import Averages
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 from fn.transforms.average import agreed
@@ -141,7 +142,8 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         after = PairAverageState(state.turn + 1, state.left_out + (~ok).to(state.left_out))
         return tree.unflatten(structure, found), after
 
-    return fn.Transform(init, unchanged, compressed, unchanged, facts=fn.Facts(axes=(axis,), unequal=True))
+    facts = fn.Facts((axis,), unequal=True, averages=Averages(compressed=(axis,)))
+    return fn.Transform(init, unchanged, compressed, unchanged, facts=facts)
 
 
 def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]:

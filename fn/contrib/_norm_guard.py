@@ -18,9 +18,10 @@ from torch import Tensor
 import fn
 from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_number, check_whole
-from fn.base import check_state, facts_of, merged
+from fn.base import check_state, facts_of
 from fn.collectives.agreement import check_agreement, device_of
 from fn.errors import expected
+from fn.facts import merged
 from fn.kernels import lists, rules
 from fn.roles import declare
 

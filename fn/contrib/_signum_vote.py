@@ -22,7 +22,7 @@ def signum_vote(
     weight_decay: float = 0.0,
     *,
     axis: AxisNames,
-    ties: str = "even",
+    ties: str = "alternate",
     servers: bool = True,
 ) -> fn.Transform:
     """Signum with majority vote: each rank keeps a momentum, and votes on the sign of the step with one bit.

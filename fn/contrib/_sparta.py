@@ -19,6 +19,7 @@ from fn.base import check_state, unchanged
 from fn.collectives.agreement import check_agreement, device_of
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.compressed import exact_mean
+from fn.facts import Averages
 from fn.roles import declare
 from fn.transforms.average import agreed
 from fn.transforms.skip_nonfinite import all_finite
@@ -138,7 +139,8 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> fn.Tran
         shaped = [x.view(leaf.shape).to(leaf.dtype) for x, leaf in zip(merged, leaves, strict=True)]
         return tree.unflatten(structure, shaped), after
 
-    return fn.Transform(init, unchanged, compressed, unchanged, facts=fn.Facts(axes=names(axis), unequal=True))
+    facts = fn.Facts(names(axis), unequal=True, averages=Averages(compressed=names(axis)))
+    return fn.Transform(init, unchanged, compressed, unchanged, facts=facts)
 
 
 def sparta(

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fn.collectives.axis import axis_size
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
 from fn.kernels import ops
-from fn.transforms.adam import Adam, Moments, OnebitAdam, OnebitAdamState
+from fn.transforms.adam import Adam, Moments, OnebitAdam, OnebitAdamState, check_ages, share
 
 Tree = Any
 
@@ -25,9 +25,10 @@ def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
         params, mu, nu = lists
 
         def commit() -> None:
-            count_step(moments, rule.b1, rule.b2)
-            numbers = kernel_args(rule, chain.descent, moments)
-            ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *numbers, math.inf, math.inf, False)
+            betas = decays(moments.ages, rule.corrected, rule.b1, rule.b2)
+            descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, math.inf, math.inf
+            ops.direct("adamw_", params, grads, mu, nu, *betas, *descent, False)
+            count_step(moments)
 
         return Sized(largest_of(grads, moments.step), commit)
 
@@ -54,41 +55,35 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState) -> Sized:
         params, mu, nu = lists
         mean: Mean | None = None
+        (b1,) = decays(moments.ages, rule.corrected, rule.b1)
         if average is not None:
-            mean = average.average_moments(moments.sync, mu, grads, rule.b1, moments.mu)
+            mean = average.average_moments(moments.sync, mu, grads, b1, moments.mu)
 
         def commit() -> None:
-            count_step(moments, rule.b1)
-            numbers = kernel_args(rule, chain.descent, moments)
-            descent = *numbers, rule.max_step, math.inf
+            descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, rule.max_step, math.inf
             if mean is None:
-                ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *descent, True)
+                ops.direct("adamw_", params, grads, mu, nu, b1, 0.0, *descent, True)
             else:
                 mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros)
                 mean.keep()
+            count_step(moments, frozen=True)
 
         return Sized(largest_of(grads if mean is None else mean.numbers, moments.step), commit)
 
     return staged_by(chain, rule.eps, fits, stage)
 
 
-def kernel_args(rule: Adam | OnebitAdam, descent: Descent, moments: Moments) -> tuple[float, ...]:
-    """Return eps, weight decay, learning rate and the weights of the moments, as the kernels take them."""
-    weights = (number(moments.mu_weight), number(moments.nu_weight) or 1.0) if rule.corrected else (1.0, 1.0)
-    return rule.eps, descent.weight_decay, descent.rate, *weights
+def decays(ages: tuple[Tensor, ...], corrected: bool, *betas: float) -> tuple[float, ...]:
+    """Return by how much moments of these ages decay in the next step: in the first one all of it, where corrected."""
+    check_ages(ages, corrected)
+    return tuple(1 - share(b, number(age) + 1) for b, age in zip(betas, ages, strict=False)) if corrected else betas
 
 
-def count_step(moments: Moments, b1: float, b2: float | None = None) -> None:
-    """Count a step, in place. b2: None: the second moment rests."""
-
-    def moved(decay: float) -> Any:
-        # as the pure step has it: 1 - b ** t would be another number after rounding
-        return lambda weight: weight.mul_(decay).add_(1 - decay)
-
+def count_step(moments: Any, *, frozen: bool = False) -> None:
+    """Count a step, in place. frozen: the second moment rests."""
     moments.step.add_(1)
-    write(moments.mu_weight, moved(b1))
-    if b2 is not None:
-        write(moments.nu_weight, moved(b2))
+    for age in moments.ages[: 1 if frozen else 2]:
+        write(age, lambda count: count.add_(1))
 
 
 register(Adam, warmup)

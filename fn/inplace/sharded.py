@@ -15,11 +15,11 @@ from torch import Tensor
 from fn import tree
 from fn.base import Link, links_of
 from fn.collectives.axis import axis_index, axis_size
-from fn.inplace.adam import count_step, kernel_args
+from fn.inplace.adam import count_step, decays
 from fn.inplace.links import NO_EPS, Descent, MatchedChain, descent_of
 from fn.inplace.match import register
 from fn.inplace.memory import successor
-from fn.inplace.protocol import InPlace, Staged, has_kernel, on_host
+from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import memory_pool
 from fn.kernels.reference.steps import is_normal
 from fn.kernels.tracing import is_concrete
@@ -57,7 +57,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         return f"fn.sharded has kernels for a chain that begins with {adams}"
     if not is_normal(h.eps, torch.float32):
         return NO_EPS
-    b2 = h.b2 if isinstance(h, Adam) else None
+    frozen = isinstance(h, OnebitAdam)
     max_step = h.max_step if isinstance(h, OnebitAdam) else math.inf
     behind = descent_of(inner[1:])
     if isinstance(behind, Link):
@@ -88,14 +88,13 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
-        # On the host, and not in the state: the kernel needs the weights now, and the step may still be skipped.
-        after = moments._replace(mu_weight=h.b1 * on_host(moments.mu_weight) + (1 - h.b1))  # the weights after the step
-        if b2 is not None:
-            after = after._replace(nu_weight=b2 * on_host(moments.nu_weight) + (1 - b2))
-        numbers = h.b1, b2 or 0.0, *kernel_args(h, behind, after), max_step, b2 is None
+        betas = decays(moments.ages, h.corrected, h.b1, h.b2 if isinstance(h, Adam) else 0.0)
+        numbers = *betas, h.eps, behind.weight_decay, behind.rate, max_step, frozen
+        # the momentum that travels is the inner's, and decays alike
+        here = rules if rules.momentum is None else rules._replace(momentum=betas[0])
         mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
-            rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)  # W of (n/W,), or their mean
+            rows, kept = reduce_to_rows(grads, kept, bucket, here, codes)  # W of (n/W,), or their mean
             keeps = isinstance(master, Tensor)
             # (n / W,): this rank's row of the params.
             old = master if keeps else shard_of(leaves, bucket, index)
@@ -103,7 +102,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
                 old = refreshed(master, leaves, bucket, index)
             dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
             whole = where_it_travels(old, dtype, bucket)
-            moved = [old, mu] if b2 is None else [old, mu, nu]
+            moved = [old, mu] if frozen else [old, mu, nu]
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in moved]
             if whole is not None and not keeps and old.dtype == dtype:
                 new[0] = whole[int(index)]  # params that are not kept are made where they travel from
@@ -116,13 +115,13 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         # What codes make of a NaN need not be in the first element of a row.
         exact = not codes or rules.gather is None
         masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
-        squares = [nu if b2 is None else s.new[2] for s, nu in zip(steps, nus, strict=True)]
+        squares = [nu if frozen else s.new[2] for s, nu in zip(steps, nus, strict=True)]
         olds = mus, nus, inside.master, kept_of(inside)
         # The new moments lie in memory of the pool already, so the state takes that, without a copy.
         renew = successor(olds, ([s.new[1] for s in steps], squares, masters, [s.kept for s in steps]))
 
         def commit() -> None:
-            count_step(moments, h.b1, b2)
+            count_step(moments, frozen=frozen)
             for step in steps:
                 layouts.split_into([leaves[i] for i in step.bucket.leaf_indices], step.whole, step.bucket)
             renew()

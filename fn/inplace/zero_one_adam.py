@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from fn.collectives.axis import axis_size
+from fn.inplace.adam import count_step, decays
 from fn.inplace.compressed_average import CodedAverage, average_of
 from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
+from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
 from fn.transforms.zero_one_adam import (
     LocalStep,
@@ -67,7 +69,7 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
 
         def drop() -> None:  # this rank's own: no message tells the others, so the time goes on alike on all ranks
             moments.dropped.add_(1)
-            moments.step.add_(1)
+            count_step(moments, frozen=True)
             count_elapsed()
 
         return Sized(largest_of(grads, moments.step), commit, drop)
@@ -95,11 +97,12 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
         params, mu, nu, anchor = lists
         elapsed = elapsed_after(moments)
+        (b1,) = decays(moments.ages, h.corrected, h.b1)
 
         def drifts(bucket: Bucket) -> Tensor:
             inputs = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, anchor, mu, grads, nu)]
             layout = bucket.segments.valid.shape[0], bucket.segments.runs
-            drift: Tensor = ops.direct("drift", *inputs, h.b1, h.eps, float(_rate(h)), *layout)
+            drift: Tensor = ops.direct("drift", *inputs, b1, h.eps, float(_rate(h)), *layout)
             # (R, n / R) -> (n,)
             return drift.view(-1)
 
@@ -107,12 +110,14 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         peak = largest_of(mean.numbers, moments.peak)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
-            descent = h.eps, h.weight_decay, elapsed, 1.0, 1.0, math.inf, h.max_step
+            descent = h.eps, h.weight_decay, elapsed, math.inf, h.max_step
             mean.step(anchor, mu, nu, descent, factor=-1 / elapsed, copies=params)
             moments.peak.copy_(peak)
             moments.step.add_(1)
             # The copy on the host becomes zero, too, so the next step need not wait for the device.
             write(moments.elapsed, Tensor.zero_)
+            for age in moments.ages[:1]:
+                write(age, lambda count: count.fill_(FILLED))
             mean.keep()
 
         return Sized(peak / elapsed, commit)
@@ -125,9 +130,10 @@ def _descend(
 ) -> None:
     params, mu, nu, _ = lists
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
-    args = h.eps, decay, float(_rate(h)), 1.0, 1.0, math.inf, math.inf
-    ops.direct("adamw_", params, grads, mu, nu, h.b1, h.b2, *args, frozen)
-    moments.step.add_(1)
+    args = h.eps, decay, float(_rate(h)), math.inf, math.inf
+    betas = decays(moments.ages, h.corrected, h.b1, h.b2)
+    ops.direct("adamw_", params, grads, mu, nu, *betas, *args, frozen)
+    count_step(moments, frozen=frozen)
 
 
 def _rate(h: ZeroOneAdam) -> float | Tensor:

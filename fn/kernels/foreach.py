@@ -146,8 +146,8 @@ def drift(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float,
+    keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
@@ -156,7 +156,7 @@ def onebit_adam_(
     flats, pieces = paired_views([m.view(-1) for m in mu], mean, widths_of(runs))
     if flats:
         torch._foreach_copy_(flats, pieces)
-    descent = eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step
+    descent = eps, weight_decay, lr, max_step
     for chunk in chunks(params, mu, nu):
         p, m, v = map(Many, chunk)
         m = ON_LISTS["kept_at_zero"](m, v, 0.0, 0.0) if keep_zeros else m
@@ -170,15 +170,14 @@ def onebit_adam_(
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
-    max_momentum: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
     if not frozen and max_step == math.inf and params and params[0].device.type in FUSED:
-        return _fused_adamw_(params, grads, mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight)
-    descent = eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step
+        return _fused_adamw_(params, grads, mu, nu, b1, b2, eps, weight_decay, lr)
+    descent = eps, weight_decay, lr, max_step
     for p_chunk, g_chunk, m_chunk, v_chunk in chunks(params, grads, mu, nu):
         p, g, m, v = map(Many, (p_chunk, g_chunk, m_chunk, v_chunk))
         m = ON_LISTS["lerp"](g, m, b1)
@@ -194,20 +193,17 @@ def adamw_(
 
 def _fused_adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    b2: float, eps: float, weight_decay: float, lr: float,
 ) -> None:  # fmt: skip
     """Take AdamW's step in one pass.
 
-    Torch divides moments by weights of its own, from a count of steps. The count here is so large that these are 1, and
-    our weights multiply the numbers which they would divide. On CUDA a second moment that overflows is NaN, and not
-    Inf, as in torch's own step.
+    Torch divides moments by weights of its own, from a count of steps. The count here is so large that these are 1. On
+    CUDA a second moment that overflows is NaN, and not Inf, as in torch's own step.
     """
-    root = nu_weight**0.5
     steps = [_endless(params[0].device)] * len(params)
     torch._fused_adamw_(
         list(params), list(grads), list(mu), list(nu), [], steps,
-        lr=lr * root / mu_weight, beta1=b1, beta2=b2, weight_decay=weight_decay * mu_weight / root, eps=eps * root,
-        amsgrad=False, maximize=False,
+        lr=lr, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
 
 
@@ -266,8 +262,6 @@ class Many:
         return torch.add(-self, other)
 
     def __mul__(self, other: Any) -> Any:
-        if isinstance(other, float) and other == 1.0:
-            return self  # a weight of no bias correction, say: a pass over memory less
         return torch.mul(self, other)  # type: ignore[arg-type]
 
     def __truediv__(self, other: Any) -> Any:

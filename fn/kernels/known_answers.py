@@ -30,7 +30,7 @@ LONG = (1 << 16) + 3
 """Elements of the largest examples of packing. The references of all other ops pack: if packing were wrong for long
 rows only, every other kernel would be blamed."""
 
-_DESCENT = (0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7)
+_DESCENT = (0.9, 0.99, 3e-2, 0.1, 1e-2, 0.7)
 _WIDTHS = (64, 64, 4104, 22)
 
 
@@ -111,7 +111,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (
             *_momentum()[:2], _momentum(keep)[2], _bytes(2, ranks, _BITS),
             _wave(2, ranks, _S).abs(), *_rows(n),
-            3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7 if keep else math.inf, 0.5 if ranks > 1 else math.inf, keep,
+            3e-2, 0.1, 1e-2, 0.7 if keep else math.inf, 0.5 if ranks > 1 else math.inf, keep,
             _momentum()[0] if ranks > 1 or not keep else [],
         )
         for keep, ranks, n in ((True, 1, _N), (True, 1, _WHOLE), (False, 1, _WHOLE), (True, 3, _WHOLE))

@@ -28,15 +28,21 @@ def _lion(m: Tensor, g: Tensor, b1: float, b2: float) -> tuple[Tensor, ...]:
     return lerp(g, m, b1), lerp(g, m, b2)
 
 
-def _second_moment(v: Tensor, g: Tensor, b2: float, rest2: float) -> Tensor:
+def _second_moment(v: Tensor, g: Tensor, b2: float | Tensor, rest2: float | Tensor) -> Tensor:
+    if isinstance(rest2, Tensor):
+        return torch.addcmul(v * b2, g * rest2, g)
     return torch.addcmul(v * b2, g, g, value=rest2)
+
+
+def _lerp(start: Tensor, end: Tensor, weight: float | Tensor, **room: Tensor) -> Tensor:
+    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, Tensor) else weight, **room)
 
 
 BY_TORCH: dict[str, Callable[..., Any]] = {"lion": _lion, "second_moment": _second_moment}
 """Rules that functions of torch follow in fewer passes, or into memory that is used again."""
 
 INTO_POOL: dict[str, Callable[..., Tensor]] = {
-    "lerp": torch.lerp,
+    "lerp": _lerp,
     "scaled": torch.mul,
     "plus": lambda a, b, weight, **room: torch.add(a, b, alpha=weight, **room),
 }

@@ -46,7 +46,8 @@ def quotient(a: Number, b: Number) -> Number:
 
 def lerp(start: Number, end: Number, weight: Number) -> Number:
     """Return start + weight (end - start), from the nearer end, rounded once: moving averages are lerp(new, old, b)."""
-    return torch.lerp(start, end, weight)
+    # torch takes a tensor of no other dtype
+    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, torch.Tensor) else weight)
 
 
 def plus(a: Number, b: Number, weight: Number) -> Number:
@@ -59,7 +60,7 @@ def plus(a: Number, b: Number, weight: Number) -> Number:
 
 def second_moment(v: Number, g: Number, b2: Number, rest2: Number) -> Number:
     """Return b2 v + (1 - b2) g^2. rest2: 1 - b2, which float32 would round otherwise."""
-    return b2 * v + rest2 * (g * g)
+    return v * b2 + (g * g) * rest2
 
 
 def kept_at_zero(m: Number, v: Number, instead: Number, zero: Number) -> Number:
@@ -119,13 +120,8 @@ def decayed(u: Number, p: Number, decay: Number) -> Number:
 
 
 def direction(m: Number, v: Number, eps: Number) -> Number:
-    """Return Adam's direction without correction of biases."""
+    """Return Adam's direction."""
     return quotient(m, denominator(v, eps))
-
-
-def corrected_direction(m: Number, v: Number, m_weight: Number, v_weight: Number, eps: Number) -> Number:
-    """Return Adam's direction from moments that are divided by their weights first."""
-    return direction(quotient(m, m_weight), quotient(v, v_weight), eps)
 
 
 def clamped(u: Number, limit: Number) -> Number:
@@ -143,14 +139,9 @@ def descended(p: Number, u: Number, decay: Number, lr: Number) -> Number:
     return p - lr * decayed(u, p, decay)
 
 
-def adamw(
-    p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Number, c1: Number, c2: Number, limit: Number
-) -> Number:
-    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same, within its limit.
-
-    c1, c2: what m and the root of v are multiplied by to correct their biases.
-    """
-    return descended(p, clamped(quotient(m * c1, root(v) * c2 + eps), limit), decay, lr)
+def adamw(p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Number, limit: Number) -> Number:
+    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same, within its limit."""
+    return descended(p, clamped(direction(m, v, eps), limit), decay, lr)
 
 
 def drift(p: Number, anchor: Number, m: Number, v: Number, eps: Number, lr: Number) -> Number:

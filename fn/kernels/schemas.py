@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _SEGMENTS = "Tensor valid, int[] runs"
-_DESCENT = "float eps, float weight_decay, float lr, float mu_weight, float nu_weight, float max_step"
+_DESCENT = "float eps, float weight_decay, float lr, float max_step"
 
 SCHEMAS: Mapping[str, str] = MappingProxyType(
     {

@@ -239,7 +239,7 @@ def arguments(
     segmented = valid, runs
     of_tensors = valid, [x for width in widths.tolist() for x in (1, width)]  # every segment is one tensor's
     limit = 0.5 if strided else math.inf
-    descent = (1e-6, 0.01, 1e-2, 0.5, 0.25, limit)
+    descent = (1e-6, 0.01, 1e-2, limit / 2)
     frozen = strided  # kernels get copies of the lists, without gaps: so their other options stand for strides
     coded = integers(torch.uint8, 2, 3, n // 2) if width == 4 else integers(torch.int8, 2, 3, n)
     cases: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -294,7 +294,7 @@ def arguments(
             ("lion", [*leaves(), *tensors()], [*tensors(), *leaves()], [scales(segments)], [1], [0.9, 0.0])
             if strided
             else ("adamw", leaves(), [*leaves(), *tensors(), *tensors(min=0.0)], [], [],
-                  [1e-6, 0.01, 1e-2, 0.5, 0.25, limit])
+                  [1e-6, 0.01, 1e-2, limit])
         ),
         "sums_of_squares": lambda: (leaves(),),
         "largest_magnitude": lambda: ([-x.abs().sort().values for x in leaves()],),

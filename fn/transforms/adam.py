@@ -1,7 +1,8 @@
 """Adam's moments, and 1-bit Adam's: the second moment frozen, the first averaged in codes (quantized values).
 
-Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides a moment by
-its weight, 1 - b**t, which is kept as a moving average of ones, and so is exact in float32 also for small t.
+Moments are float32 for half-precision updates, and in the updates' dtype otherwise. They are stored bias-corrected: the
+k-th gradient counts (1 - b) / (1 - b^k) in a moment, which is all of it at first and 1 - b in the end. So nothing is
+divided where a moment is used, and one that is frozen early is right as it stands. `share` is the one place of this.
 
 `Adam` and `OnebitAdam` are rules, see `fn.base.UpdateFn`: by their types `fn.inplace` finds kernels for a step. What
 calling them computes is the specification.
@@ -32,7 +33,7 @@ Tree = Any
 class Adam(NamedTuple):
     """The rule of `scale_by_adam`, and of a warm-up step of `scale_by_onebit_adam`.
 
-    corrected: whether moments are divided by their weights (bias correction).
+    corrected: whether moments are stored bias-corrected.
     """
 
     b1: float
@@ -52,12 +53,11 @@ class Adam(NamedTuple):
         """Return Adam's directions, and the next state. out: as for `leafwise.apply`."""
         check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)
-        mu, nu = moving_average(state.mu, updates, self.b1), moving_average_of_squares(state.nu, updates, self.b2)
-        mu_weight, nu_weight = self.b1 * state.mu_weight + (1 - self.b1), self.b2 * state.nu_weight + (1 - self.b2)
-        after = state._replace(step=state.step + 1, mu=mu, nu=nu, mu_weight=mu_weight, nu_weight=nu_weight)
-        if not self.corrected:
-            return adam_direction(mu, nu, self.eps, out=out), after
-        return adam_direction(mu, nu, self.eps, mu_weight, nu_weight, out=out), after
+        ages = older(state.ages, self.corrected)
+        mu = moving_average(state.mu, updates, self.b1, *ages[:1])
+        nu = moving_average_of_squares(state.nu, updates, self.b2, *ages[1:])
+        after = state._replace(step=state.step + 1, mu=mu, nu=nu, ages=ages)
+        return adam_direction(mu, nu, self.eps, out=out), after
 
 
 class OnebitAdam(NamedTuple):
@@ -80,32 +80,27 @@ class OnebitAdam(NamedTuple):
         return self.run(updates, state, params)
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), weights=("mu_weight", "nu_weight"))
+@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",))
 class AdamState(NamedTuple):
-    """step: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
+    """step: updates made, 0-d int64. mu, nu: moments, like the params.
+
+    ages: how many updates mu and nu have had, 0-d int64 each; () without bias correction.
+    """
 
     step: Tensor
     mu: Tree
     nu: Tree
-    mu_weight: Tensor
-    nu_weight: Tensor
+    ages: tuple[Tensor, ...]
 
 
-@declare(
-    first_moment=("mu",),
-    second_moment=("nu",),
-    counts=("step",),
-    weights=("mu_weight", "nu_weight"),
-    others=("sync",),
-)
+@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), others=("sync",))
 class OnebitAdamState(NamedTuple):
-    """As `AdamState`; nu and nu_weight stay as they are after the warm-up. sync: the state of `sync`."""
+    """As `AdamState`; nu and its age stay as they are after the warm-up. sync: the state of `sync`."""
 
     step: Tensor
     mu: Tree
     nu: Tree
-    mu_weight: Tensor
-    nu_weight: Tensor
+    ages: tuple[Tensor, ...]
     sync: Tree
 
 
@@ -115,8 +110,8 @@ Moments = AdamState | OnebitAdamState
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Divide the averaged gradient by the root of the averaged square.
 
-        mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
-        u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)
+        mu <- mu + (1 - b1) / (1 - b1^t) (g - mu)        nu <- nu + (1 - b2) / (1 - b2^t) (g^2 - nu)
+        u = mu / (sqrt(nu) + eps)
 
         >>> import torch, fn
         >>> tx = fn.scale_by_adam(b1=0.5, b2=0.5)
@@ -129,9 +124,15 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
 
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
+    Differs: moments are stored divided by 1 - b^t; the numbers are the same.
     """
     check_betas(b1, b2, eps)
-    return lift(lambda params: AdamState(*start_moments(params)), Adam(b1, b2, eps), elementwise=True)
+
+    def init(params: Tree) -> AdamState:
+        step, mu, nu = start_moments(params)
+        return AdamState(step, mu, nu, start_ages(step, True))
+
+    return lift(init, Adam(b1, b2, eps), elementwise=True)
 
 
 def scale_by_onebit_adam(
@@ -168,7 +169,9 @@ def scale_by_onebit_adam(
     Args:
         b1, b2, eps: as for Adam.
         sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
-        bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step; nu by 1 if there was none.
+        bias_correction: let the k-th update of mu count (1 - b1) / (1 - b1^k) in place of 1 - b1, and of nu alike, as
+            `scale_by_adam` does. False is the paper's form, in which a nu that is frozen before b2 has filled it makes
+            all later steps too large: by 3 after 100 steps with b2 = 0.999.
         max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
             near 1. A sign code moves an element by the scale of its whole tensor: if its second moment froze near zero,
             hundreds of times as far. A step whose m is not finite is skipped, not clamped. The momentum and the
@@ -184,40 +187,30 @@ def scale_by_onebit_adam(
     limit = limit_of(max_step)
 
     def init(params: Tree) -> OnebitAdamState:
-        moments = start_moments(params)
-        return OnebitAdamState(*moments, sync.init(moments[1]))
+        step, mu, nu = start_moments(params)
+        return OnebitAdamState(step, mu, nu, start_ages(step, bias_correction), sync.init(mu))
 
-    def direction(state: OnebitAdamState, max_step: float = math.inf) -> Tree:
-        if not bias_correction:
-            return adam_direction(state.mu, state.nu, eps, max_step=max_step)
-        nu_weight = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # 0 for params that joined after the warm-up
-        return adam_direction(state.mu, state.nu, eps, state.mu_weight, nu_weight, max_step)
-
-    def next_momentum(updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn) -> OnebitAdamState:
-        """Return the state with the next momentum, averaged over the ranks by `average`."""
+    def next_momentum(
+        updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn, *, frozen: bool
+    ) -> OnebitAdamState:
+        """Return the state with the next momentum, averaged over the ranks by `average`, and the next ages."""
         check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.nu)
         params = params if params is None else tree.in_order(params, state.nu, "params")
-        mu, sync_state = average(moving_average(state.mu, updates, b1), state.sync, params)
-        weight = b1 * state.mu_weight + (1 - b1)
-        return state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
+        ages = older(state.ages, bias_correction, frozen=frozen)
+        mu, sync_state = average(moving_average(state.mu, updates, b1, *ages[:1]), state.sync, params)
+        return state._replace(step=state.step + 1, mu=mu, ages=ages, sync=sync_state)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        state = next_momentum(updates, state, params, sync.warmup_update)
-        nu, weight = moving_average_of_squares(state.nu, updates, b2), b2 * state.nu_weight + (1 - b2)
-        state = state._replace(nu=nu, nu_weight=weight)
-        return direction(state), state
+        state = next_momentum(updates, state, params, sync.warmup_update, frozen=False)
+        state = state._replace(nu=moving_average_of_squares(state.nu, updates, b2, *state.ages[1:]))
+        return adam_direction(state.mu, state.nu, eps), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        state = next_momentum(updates, state, params, sync.compressed_update)
-        if bias_correction:
-            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
-            out = direction(state, limit)
-        else:  # the same in one pass over memory
-            mu, out = kept_direction(state.mu, state.nu, eps, limit)
-            state = state._replace(mu=mu)
+        state = next_momentum(updates, state, params, sync.compressed_update, frozen=True)
+        mu, out = kept_direction(state.mu, state.nu, eps, limit)
         # A clamp would make a finite step of an infinite momentum, and no guard would skip it.
-        return (nan_unless_finite(out, state.mu) if limit < math.inf else out), state
+        return (nan_unless_finite(out, mu) if limit < math.inf else out), state._replace(mu=mu)
 
     frozen_step = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit, compressed)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
@@ -247,15 +240,47 @@ def limit_of(max_step: float | None) -> float:
     return float(max_step)
 
 
-def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
-    """Return step, mu, nu, mu_weight, nu_weight before the first update."""
+def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree]:
+    """Return step, mu and nu before the first update."""
     mu, nu = zero_moments(params), zero_moments(params)
     leaves = tree.leaves(params)
     device = leaves[0].device if leaves else torch.device("cpu")
-    # The weights divide the moments: in float32, 1 - 0.999^t of the first steps is off by more than such moments are.
-    wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
-    weights = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
-    return torch.zeros((), dtype=torch.int64, device=device), mu, nu, *weights
+    return torch.zeros((), dtype=torch.int64, device=device), mu, nu
+
+
+def start_ages(step: Tensor, corrected: bool) -> tuple[Tensor, ...]:
+    """Return the ages of mu and nu before the first update; () without bias correction."""
+    return (torch.zeros_like(step), torch.zeros_like(step)) if corrected else ()
+
+
+FILLED = 1 << 31
+"""The age of a moment that was set, not gathered: of its next value it takes 1 - b."""
+
+
+def older(ages: tuple[Tensor, ...], corrected: bool, *, frozen: bool = False) -> tuple[Tensor, ...]:
+    """Return the ages after an update. frozen: of mu alone. Raises: ValueError for a state in the other form."""
+    check_ages(ages, corrected)
+    return tuple(age if frozen and i else age + 1 for i, age in enumerate(ages))
+
+
+def check_ages(ages: tuple[Tensor, ...], corrected: bool) -> None:
+    """Refuse a state whose moments are bias-corrected where those here are not, or the other way round."""
+    if bool(ages) != corrected:
+        forms = ("as the papers have them", "bias-corrected, with their ages")
+        cure = "make the optimizer as it was when the state was saved, or start anew"
+        raise ValueError(expected("state", f"moments {forms[corrected]}", f"some {forms[not corrected]}", cure))
+
+
+def share(b: float, age: Any) -> Any:
+    """Return (1 - b) / (1 - b^age): what the latest of so many values counts in a bias-corrected average.
+
+    Args: age: a number, or a 0-d tensor, which the host need not read; the result is then one of float64.
+    """
+    if not isinstance(age, Tensor):
+        return (1 - b) / (1 - b**age)
+    # Not 1 - b**age: where a device knows float32 only, that leaves four digits of 1 - 0.999.
+    wide = torch.float32 if age.device.type == "mps" else torch.float64
+    return (1 - b) / -torch.expm1(age.to(wide) * (math.log(b) if b else -math.inf))
 
 
 def zero_moments(params: Tree) -> Tree:
@@ -293,29 +318,29 @@ def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[
     return kept.view(m.shape), out.view(m.shape)
 
 
-def moving_average(average: Tree, new: Tree, decay: float) -> Tree:
-    """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average."""
-    return apply(rules.lerp, (new, average), decay, like=1)
+def moving_average(average: Tree, new: Tree, decay: float, age: Tensor | None = None) -> Tree:
+    """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average.
+
+    Args: age: how many values the average has, with the new one; it is then bias-corrected. None: it is not.
+    """
+    return apply(rules.lerp, (new, average), decay if age is None else 1 - share(decay, age), like=1)
 
 
-def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:
-    """Return decay * average + (1 - decay) * new^2, leaf by leaf, in the dtype of the average."""
-    return apply(rules.second_moment, (average, new), decay, 1 - decay)
+def moving_average_of_squares(average: Tree, new: Tree, decay: float, age: Tensor | None = None) -> Tree:
+    """Return decay * average + (1 - decay) * new^2, leaf by leaf, in the dtype of the average. age: as above."""
+    latest = 1 - decay if age is None else share(decay, age)
+    return apply(rules.second_moment, (average, new), decay if age is None else 1 - latest, latest)
 
 
-def adam_direction(
-    mu: Tree,
-    nu: Tree,
-    eps: float,
-    mu_weight: Tensor | None = None,
-    nu_weight: Tensor | None = None,
-    max_step: float = math.inf,
-    out: Tree | None = None,
-) -> Tree:
+def widest(moments: Tree) -> torch.dtype:
+    """Return float64 if a moment is of that dtype, else float32: the dtype of numbers that moments meet."""
+    return torch.float64 if any(m.dtype == torch.float64 for m in tree.leaves(moments)) else torch.float32
+
+
+def adam_direction(mu: Tree, nu: Tree, eps: float, max_step: float = math.inf, out: Tree | None = None) -> Tree:
     """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0.
 
-    Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction. out: what may be
-        written over, where it has the dtypes of mu.
+    Args: out: what may be written over, where it has the dtypes of mu.
     """
     # Of another dtype it would round the direction, or have no room for it.
     if out is not None and [x.dtype for x in tree.leaves(out)] != [m.dtype for m in tree.leaves(mu)]:
@@ -325,14 +350,8 @@ def adam_direction(
     if not all(reference.steps.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
 
         def divide(m: Tensor, v: Tensor) -> Tensor:
-            dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
-            m = m if mu_weight is None else m / mu_weight
-            v = v if nu_weight is None else v / nu_weight
-            return reference.steps.clamped(reference.steps.over_root(m, v, eps), max_step).to(dtype)
+            return reference.steps.clamped(reference.steps.over_root(m, v, eps), max_step)
 
         return tree.map(divide, mu, nu)
-    if mu_weight is None or nu_weight is None:
-        u = apply(rules.direction, (mu, nu), eps, out=out)
-    else:
-        u = apply(rules.corrected_direction, (mu, nu), mu_weight, nu_weight, eps, out=out)
+    u = apply(rules.direction, (mu, nu), eps, out=out)
     return u if max_step == math.inf else apply(rules.clamped, (u,), max_step)

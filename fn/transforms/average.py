@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Phase, Transform, UpdateFn, check_state, missing, says, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
@@ -33,6 +35,7 @@ from fn.collectives.compressed import (
 from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors, row_count
 from fn.errors import expected
+from fn.facts import Averages, Facts
 from fn.kernels.table import cells
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
@@ -129,7 +132,7 @@ def average(
         return mean, CodedAverageState(errors)
 
     rule = Average(axis, codec, feedback, warmup)
-    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis))
+    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis, warmup=True))
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
@@ -154,18 +157,20 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         return layouts.restore(structure, means), state
 
     rule = Average(axis, None, None, warmup)
-    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis))
+    return Transform(init, rule, unchanged, unchanged, facts=_facts(axis, warmup=True))
 
 
-def _facts(axis: AxisNames | None) -> Facts:
-    return Facts(() if axis is None else names(axis))
+def _facts(axis: AxisNames | None, *, warmup: bool = False, compressed: bool = False) -> Facts:
+    axes = () if axis is None else names(axis)
+    return Facts(axes, averages=Averages(axes if warmup else (), axes if compressed else ()))
 
 
 def always_average(axis: AxisNames | None) -> Transform:
     """Average as `average` does, and have no other phase: for optimizers that do not compress."""
     owner = "an optimizer that always averages exactly"
     compressed, local = missing(Phase.COMPRESSED, owner), missing(Phase.LOCAL, owner)
-    return average(axis)._replace(compressed_update=compressed, local_update=local)
+    exact = average(axis)
+    return exact._replace(compressed_update=compressed, local_update=local, facts=Facts(facts_of(exact).axes))
 
 
 def compressed_average(
@@ -340,7 +345,14 @@ def _in_codes(
             leaves, structure = tree.flatten(_in_order(updates, params))
             means: dict[int, Tensor] = {}
             worker, server = [], []
-            vectors = arrange(leaves)
+            kinds = tree.leaves(params)
+            if len(kinds) == len(leaves):
+                # Grouped as the params are, by which init has grouped: momenta of bfloat16 params are float32, so that
+                # beside float32 params all of them would make one vector, for which there is no error.
+                vectors = arrange(kinds)
+                leaves = _in_one_dtype(leaves, vectors)
+            else:
+                vectors = arrange(leaves)
             if lengths := {len(errors) for errors in state} - {len(vectors)}:
                 wanted, got = f"errors of the {len(vectors)} vectors that the updates make", f"{lengths.pop()}"
                 raise ValueError(expected("state", wanted, got, "a state belongs to the params that init got"))
@@ -357,7 +369,7 @@ def _in_codes(
 
         return update
 
-    compressed, facts = averaging(in_codes), _facts(axis)
+    compressed, facts = averaging(in_codes), _facts(axis, warmup=delivered is not None, compressed=True)
     if delivered is not None:
         local = missing(Phase.LOCAL, "an average of differences")
         return Transform(init, averaging(exactly), compressed, local, facts=facts)
@@ -365,6 +377,18 @@ def _in_codes(
         return Transform(init, unchanged, compressed, unchanged, facts=facts)
     rule = CompressedAverage(axis, codec, feedback, layout, servers, compressed)
     return Transform(init, unchanged, rule, unchanged, facts=facts)
+
+
+def _in_one_dtype(leaves: list[Tensor], vectors: list[layouts.Bucket]) -> list[Tensor]:
+    """Return leaves of which those of a vector have one dtype, the widest of theirs."""
+    if len({leaf.dtype for leaf in leaves}) == 1:
+        return leaves
+    wide = [*leaves]
+    for bucket in vectors:
+        dtype = reduce(torch.promote_types, (leaves[i].dtype for i in bucket.leaf_indices))
+        for i in bucket.leaf_indices:
+            wide[i] = leaves[i].to(dtype)
+    return wide
 
 
 def _in_order(updates: Tree, params: Tree) -> Tree:

@@ -15,26 +15,16 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import (
-    Exchange,
-    Phase,
-    Round,
-    Transform,
-    UpdateFn,
-    check_params,
-    check_state,
-    facts_of,
-    has_phase,
-    merged,
-)
+from fn.base import Exchange, Phase, Round, Transform, UpdateFn, check_params, check_state, facts_of, has_phase
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
+from fn.facts import merged
 from fn.kernels.flags import known
 from fn.roles import declare
 from fn.schedules import Every, Schedule
 from fn.transforms.outer import OuterLocal, PlainWarmup, taken_alone
-from fn.transforms.outer_checks import check_alike, check_inner, check_sync
+from fn.transforms.outer_checks import averages_of_rounds, check_alike, check_inner, check_sync
 from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
@@ -188,6 +178,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     alone = alone_by(inner_update)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
     facts = merged(facts_of(inner), facts_of(sync))
+    facts = facts._replace(averages=averages_of_rounds(inner, Phase.LOCAL, sync))
     together = PlainWarmup(inner.warmup_update, warmup)
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_is_transform, check_whole
-from fn.base import Facts, Phase, Transform, UpdateFn, check_params, check_state, combine, links_of, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, combine, links_of, unchanged
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.codecs.pickling import invalidates
 from fn.compiling import memoized
 from fn.errors import expected
+from fn.facts import Facts
 from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
@@ -120,7 +121,8 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
 
         return update
 
-    tx = combine([inner], init, compose, Facts(() if axis is None else names(axis), ("in_basis",)))
+    said = Facts(() if axis is None else names(axis), ("in_basis",), silent=axis is None and inner is not sync)
+    tx = combine([inner], init, compose, said)
     for name in ("warmup_update", "compressed_update", "local_update"):
         if getattr(inner, name) is unchanged:  # then there is nothing to transform there and back for
             tx = tx._replace(**{name: unchanged})

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_number
-from fn.base import Facts, Transform, UpdateFn
+from fn.base import Transform, UpdateFn
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.primitives import pmean
 from fn.errors import expected
+from fn.facts import Averages, Facts
 from fn.kernels import rules
 from fn.kernels.lists import squared_norms
 from fn.transforms.leafwise import apply
@@ -68,7 +69,8 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
         return apply(rules.scaled, (updates,), factor, wide=True)  # rounded once: the norm stays what is asked for
 
     own, of_all = ClipByNorm(max_norm, by_rank), ClipByNorm(max_norm, shared)
-    facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",), tree=("clip_by_global_norm",))
+    axes, name = () if axis is None else names(axis), ("clip_by_global_norm",)
+    facts = Facts(axes, name, tree=name, averages=Averages())  # only a norm is averaged
     return Transform(lambda params: (), own, of_all, own, facts=facts)
 
 

@@ -12,20 +12,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_number
-from fn.base import (
-    Facts,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_arguments,
-    check_params,
-    facts_of,
-    lift,
-    merged,
-    missing,
-    says,
-)
+from fn.base import Phase, Transform, UpdateFn, check_arguments, check_params, facts_of, lift, missing, says
 from fn.errors import expected
+from fn.facts import Averages, Facts, merged
 from fn.kernels import layout, reference, rules
 from fn.kernels.lists import squared_norms
 from fn.roles import declare
@@ -242,12 +231,13 @@ def scale_by_onebit_lamb(
     rule = OnebitLamb(hyper, sync.compressed_update, limit, compressed)
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})  # nu is frozen
     facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
+    facts = facts._replace(averages=Averages((), facts.averaged.compressed))  # its warm-up does without sync
     return Transform(init, LambWarmup(hyper, warmup), rule, local, needs_warmup=frozen, facts=facts)
 
 
 def start_lamb(params: Tree) -> tuple[Any, ...]:
     """Return the fields of `OnebitLambState` before the first update, but `sync`, in their order."""
-    step, mu, nu, _, _ = start_moments(params)
+    step, mu, nu = start_moments(params)
     coefficient, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
     return step, mu, nu, tree.map(torch.zeros_like, nu), coefficient, factor, ratio, scaling
 

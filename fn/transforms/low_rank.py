@@ -13,19 +13,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_is_transform, check_number, check_whole
-from fn.base import (
-    Facts,
-    Phase,
-    Transform,
-    UpdateFn,
-    check_params,
-    check_state,
-    facts_of,
-    merged,
-    missing,
-    says,
-    unchanged,
-)
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -34,6 +22,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
 from fn.collectives.hierarchy import Hop
 from fn.errors import expected
+from fn.facts import Averages, Facts, merged
 from fn.kernels import memory_pool, rules
 from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
@@ -307,8 +296,10 @@ def low_rank_average(
 
         return LowRankAverage(axis, update)
 
-    of_mean = [] if mean is None else [facts_of(mean)]
-    facts = merged(facts_of(exact), *of_mean, Facts(whole=("low_rank_average",)))
+    of_mean = Facts() if mean is None else facts_of(mean)
+    facts = merged(facts_of(exact), of_mean, Facts(whole=("low_rank_average",)))
+    axes = facts_of(exact).axes
+    facts = facts._replace(averages=Averages(axes if orthonormal else (), axes))
     if orthonormal:
         local = missing(Phase.LOCAL, "an average that is an orthonormal momentum")
         return Transform(init, with_mean(None), with_mean(mean), local, facts=facts)

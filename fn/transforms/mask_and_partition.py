@@ -11,7 +11,6 @@ from fn import tree
 from fn.arguments import check_is_transform
 from fn.base import (
     Exchange,
-    Facts,
     NewParams,
     Phase,
     Transform,
@@ -20,11 +19,13 @@ from fn.base import (
     check_params,
     check_state,
     combine,
+    facts_of,
     says,
     unchanged,
 )
 from fn.compiling import own_code
 from fn.errors import expected
+from fn.facts import Averages, Facts, of_branches
 
 Tree = Any
 
@@ -80,7 +81,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
-    return combine([inner], init, masked, facts, exchange=exchange)
+    tx = combine([inner], init, masked, facts, exchange=exchange)
+    return tx._replace(facts=of_branches(facts_of(tx), [facts_of(inner), Facts()]))
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
@@ -134,6 +136,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                   lambda params: tree.map(lambda p: "full" if p.ndim < 2 else "codes", params))
     """
 
+    # Ranks meet label by label: those that spelled the mapping in another order would wait for each other without end.
+    transforms = dict(sorted(transforms.items()))
     for label, transform in transforms.items():
         check_is_transform(f"transforms[{label!r}]", transform)
 
@@ -178,7 +182,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         _of_label(label, tx.exchange, places) for label, tx in transforms.items() if tx.exchange is not None
     ]
     exchange = _one_after_the_other(exchanges) if exchanges else None
-    return combine([*transforms.values()], init, compose, facts, exchange=exchange)
+    tx = combine([*transforms.values()], init, compose, facts, exchange=exchange)
+    return tx._replace(facts=of_branches(facts_of(tx), [*map(facts_of, transforms.values())]))
 
 
 def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, list[int]]]) -> Exchange:
@@ -275,7 +280,11 @@ def unfrozen(inner: Transform) -> Transform:
     """
     check_is_transform("inner", inner)
     update = inner.warmup_update
-    return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset(), exchange=None)
+    warmup, facts = facts_of(inner).averaged.warmup, facts_of(inner)
+    return inner._replace(
+        compressed_update=update, local_update=update, needs_warmup=frozenset(), exchange=None,
+        facts=inner.facts and facts._replace(averages=Averages(warmup, warmup, warmup)),
+    )  # fmt: skip
 
 
 def apply_mask(mask: Tree) -> Transform:

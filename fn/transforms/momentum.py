@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from fn import tree
 from fn.arguments import check_interval
-from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_state, lift, missing, says
+from fn.base import Phase, Transform, UpdateFn, check_state, lift, missing, says
 from fn.errors import expected
+from fn.facts import ELEMENTWISE
 from fn.kernels import rules
 from fn.kernels.flags import known
 from fn.roles import declare

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_number
-from fn.base import Facts, Transform, chain, lift, says
+from fn.base import Transform, chain, lift, says
 from fn.errors import expected
+from fn.facts import Facts
 from fn.kernels import rules
 from fn.kernels.lists import elementwise
 from fn.kernels.tracing import is_concrete, is_recorded

@@ -20,7 +20,6 @@ from fn import roles, tree
 from fn.base import (
     Chained,
     Exchange,
-    Facts,
     Phase,
     Round,
     Transform,
@@ -29,13 +28,13 @@ from fn.base import (
     check_arguments,
     check_state,
     facts_of,
-    merged,
     says,
 )
 from fn.collectives.agreement import device_of, true_on_all
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.compiling import original
+from fn.facts import Facts, merged
 from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
@@ -44,6 +43,7 @@ from fn.transforms.adam import zeros_like_moment
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import Fragments, fragment_places, places_in, put
 from fn.transforms.outer_checks import (
+    averages_of_rounds,
     check_alike,
     check_holds,
     check_outer,
@@ -401,6 +401,7 @@ def outer(
     alone = alone_by(inner.update(inner_phase))
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if inner_phase in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(inside=inside), *map(facts_of, (inner, outer_tx, sync)))
+    facts = facts._replace(averages=averages_of_rounds(inner, inner_phase, sync))
     together = OuterWarmup(inner.warmup_update, warmup)
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_interval, check_is_transform
-from fn.base import Guarded, Phase, Transform, UpdateFn, facts_of, has_phase, links_of, name_of
-from fn.compiling import original
+from fn.base import Phase, Transform, facts_of, has_phase, links_of, name_of
 from fn.errors import expected
+from fn.facts import Averages
 from fn.kernels.tracing import is_concrete
 from fn.schedules import Every, Schedule
-from fn.transforms.average import Average
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import check_fragments
 
@@ -76,7 +75,7 @@ def check_inner(inner: Any, sync: Any = None) -> None:
         wanted = f"params that are the same on all ranks of {_named(facts.axes)}, which are an island"
         raise ValueError(expected("inner", wanted, "each rank's own"))
     # Its ranks would take steps along gradients of their own, and an island would come apart unnoticed.
-    if local_phase(inner) is Phase.COMPRESSED and _is_quiet(inner):
+    if local_phase(inner) is Phase.COMPRESSED and {*facts.averaged.warmup} - {*facts.averaged.compressed}:
         wanted = f"an average over {_named(facts.axes)} in the compressed phase, which local steps take"
         cure = "put fn.compressed_average(axis, fn.identity(), fn.off()) behind fn.average(axis)"
         raise ValueError(expected("inner", wanted, "one in the warm-up only", cure))
@@ -92,20 +91,11 @@ def local_phase(inner: Transform) -> Phase:
     return Phase.LOCAL if has_phase(inner, Phase.LOCAL) else Phase.WARMUP
 
 
-def _is_quiet(inner: Transform) -> bool:
-    """Tell whether the compressed phase is the warm-up without its averages."""
-    warm, compressed = (_links(update) for update in (inner.warmup_update, inner.compressed_update))
-    # By identity: an update that does not depend on the phase is the same object in both.
-    places = {id(update) for update in compressed}
-    lost = [x for x in warm if isinstance(x, Average) and id(x) not in places]
-    return bool(lost) and places <= {id(update) for update in warm}
-
-
-def _links(update: UpdateFn) -> list[UpdateFn]:
-    """Return the links of an update, and of those in guards."""
-    updates = [original(link.update) for link in links_of(update)]
-    # A guard is one link, and what it guards may be a chain: its links count.
-    return [x for one in updates for x in (_links(one.inner) if isinstance(one, Guarded) else [one])]
+def averages_of_rounds(inner: Transform, local: Phase, sync: Transform) -> Averages:
+    """Return what is averaged where an inner optimizer takes local steps, and `sync` averages what they have done."""
+    of_inner = facts_of(inner).averaged
+    rounds = (*getattr(of_inner, local.value), *facts_of(sync).averaged.compressed)
+    return Averages(of_inner.warmup, rounds, rounds)
 
 
 def check_outer_tx(outer_tx: Any) -> None:

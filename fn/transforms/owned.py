@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_is_transform
-from fn.base import Facts, Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, merged, missing
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import axis_size
@@ -39,6 +39,7 @@ from fn.collectives.hierarchy import Hop, hops
 from fn.collectives.owners import columns_to_owners, from_owners, to_owners
 from fn.compiling import own_code
 from fn.errors import expected
+from fn.facts import Facts, merged
 from fn.kernels import flags, rules
 from fn.kernels.lists import elementwise
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded

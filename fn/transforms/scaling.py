@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_interval, check_number
-from fn.base import Facts, Transform, lift, says, stateless
+from fn.base import Transform, lift, says, stateless
 from fn.errors import expected
+from fn.facts import Facts
 from fn.kernels import rules
 from fn.kernels.lists import elementwise, peaks
 from fn.transforms.leafwise import apply

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_interval, check_is_transform
-from fn.base import Facts, Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, merged, missing
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
@@ -44,10 +44,12 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
 from fn.collectives.primitives import all_gather
 from fn.errors import expected
+from fn.facts import Facts, merged
 from fn.kernels import flags, memory_pool, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
+from fn.transforms.adam import share
 from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
 from fn.transforms.leafwise import apply
 from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
@@ -90,8 +92,8 @@ class Rules(NamedTuple):
     """How messages of `sharded` travel; its arguments, with defaults filled in.
 
     codec, feedback: of the gradients, to the shards. gather, gather_feedback: of updates or params, back; None is full
-    precision. momentum: its decay, where momentum is exchanged in place of gradients. master: whether params travel
-    back, of which the shard is kept in float32; None: where they are in half precision. layout: as for
+    precision. momentum: its decay, of this step, where momentum is exchanged in place of gradients. master: whether
+    params travel back, of which the shard is kept in float32; None: where they are in half precision. layout: as for
     `compressed_average`.
     """
 
@@ -100,7 +102,7 @@ class Rules(NamedTuple):
     feedback: Feedbacks
     gather: Codecs | None
     gather_feedback: Feedbacks
-    momentum: float | None
+    momentum: float | Tensor | None
     master: bool | None
     layout: str
 
@@ -274,9 +276,12 @@ def sharded(
             check_shards(state, plan, index)
             tree.check_updates(updates, params)
             grads = tree.leaves(tree.in_order(updates, params, "updates"))
+            here, ages = rules, roles.find(state.inner, "ages")
+            if momentum is not None and any(ages):  # what travels is corrected as the inner's momentum is
+                here = rules._replace(momentum=1 - share(momentum, ages[0][0] + 1))
             shards, kept, owned = [], [], []
             for bucket, before, saved in zip(plan, kept_of(state), state.master, strict=True):
-                shard, after = reduce_to_shard(join(grads, bucket), before, bucket, rules, codes)  # (n,) -> (n / W,)
+                shard, after = reduce_to_shard(join(grads, bucket), before, bucket, here, codes)  # (n,) -> (n / W,)
                 shards.append(shard)
                 kept.append(after)
                 if not isinstance(saved, Tensor):
@@ -415,7 +420,10 @@ def _reduce_momentum(
 
     That is mu + (mu' - mu) / (1 - b1): the inner transform's moving average, with the same decay, then arrives at mu'.
     """
-    b1, ranks, index = float(rules.momentum or 0.0), bucket.segments.valid.shape[0], axis_index(rules.axis)
+    b1: Any = rules.momentum
+    if isinstance(b1, Tensor):  # `lerp` takes a weight of the dtype of what it weighs
+        b1 = b1.to(kept.momentum.dtype)
+    ranks, index = bucket.segments.valid.shape[0], axis_index(rules.axis)
     before = row_of(kept.momentum, index, ranks)  # (n,) -> (n / W,)
     if codes:
         wider = x.to(kept.momentum.dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_is_transform
-from fn.base import Facts, Phase, Transform, UpdateFn, check_state, facts_of, has_phase, merged, missing
+from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, has_phase, missing
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.axis import axis_size
@@ -36,6 +36,7 @@ from fn.collectives.hierarchy import Hop, hops
 from fn.collectives.owners import rows_from_owners, to_owners
 from fn.compiling import own_code
 from fn.errors import expected
+from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
 from fn.transforms.mask_and_partition import Labels

@@ -15,17 +15,22 @@ from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, fact
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
+from fn.facts import Averages
 from fn.kernels import rules
 from fn.kernels.reference.steps import over_root
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 from fn.transforms.adam import (
+    FILLED,
     adam_direction,
     check_betas,
     limit_of,
     moving_average,
     moving_average_of_squares,
+    older,
+    start_ages,
     start_moments,
+    widest,
 )
 from fn.transforms.decay_and_lr import check_decay, check_rate
 from fn.transforms.skip_nonfinite import all_finite, ends
@@ -47,7 +52,8 @@ Tree = Any
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
 
-    step, mu, nu: as for Adam; between synchronisations mu differs between ranks.
+    step, mu, nu, ages: as for Adam; between synchronisations mu differs between ranks. The age of nu counts variance
+        steps. That of mu counts local steps that were left out, too, and is `FILLED` behind a synchronising step.
     anchor: the params that all ranks agreed on last, in the dtype of the moments. It is made of params that differ
         between ranks, so a simulation cannot know that it is the same on all.
     elapsed: the sum of learning rates since the last synchronisation, 0-d.
@@ -60,6 +66,7 @@ class ZeroOneAdamState(NamedTuple):
     step: Tensor
     mu: Tree
     nu: Tree
+    ages: tuple[Tensor, ...]
     anchor: Tree
     elapsed: Tensor
     dropped: Tensor
@@ -75,6 +82,7 @@ class ZeroOneAdam(NamedTuple):
     b2: float
     eps: float
     weight_decay: float
+    corrected: bool
     max_step: float
 
 
@@ -124,6 +132,7 @@ def scale_by_zero_one_adam(
     weight_decay: float = 0.0,
     *,
     sync: Transform,
+    bias_correction: bool = False,
     max_step: float | None = None,
 ) -> Transform:
     """Update the variance in some steps, agree on the parameters in some, and step alone in between.
@@ -154,7 +163,7 @@ def scale_by_zero_one_adam(
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled; that of all steps since the last
             synchronisation is applied there, to the params agreed on last, so that no decay enters the momentum.
-        sync: the transform that averages the steps.
+        sync: the transform that averages the steps. bias_correction: as for `scale_by_onebit_adam`.
         max_step: clamp each element of the agreed s / (sqrt(nu) + eps) to +-max_step times the sum of lr since the
             last synchronisation, and mu with it; None for no clamp. Local steps have no codes and are not clamped. See
             `scale_by_onebit_adam`.
@@ -176,12 +185,14 @@ def scale_by_zero_one_adam(
     limit = limit_of(max_step)
 
     def init(params: Tree) -> ZeroOneAdamState:
-        step, mu, nu, elapsed, _ = start_moments(params)
+        step, mu, nu = start_moments(params)
+        elapsed = torch.zeros((), dtype=widest(mu), device=step.device)
         peak = torch.zeros((), dtype=torch.float32, device=step.device)
         # A copy: an anchor in the memory of params, which adapters write into, would move with them, and every drift
         # would be zero.
         anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu)
-        return ZeroOneAdamState(step, mu, nu, anchor, elapsed, torch.zeros_like(step), peak, sync.init(mu))
+        ages = start_ages(step, bias_correction)
+        return ZeroOneAdamState(step, mu, nu, ages, anchor, elapsed, torch.zeros_like(step), peak, sync.init(mu))
 
     def later(elapsed: Tensor) -> Tensor:
         return (elapsed + lr).to(elapsed.dtype)  # here and below: 0-d tensors of two dtypes meet in the wider one
@@ -192,31 +203,35 @@ def scale_by_zero_one_adam(
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         check_synchronised(state.elapsed)
-        mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
+        ages = older(state.ages, bias_correction)
+        mu = moving_average(state.mu, updates, b1, *ages[:1])
+        nu = moving_average_of_squares(state.nu, updates, b2, *ages[1:])
         out = common_step(lr, eps, weight_decay, mu, nu, params)
         # The largest gradient is a mean, alike on all ranks, so a guard that looks at it skips on all of them.
         peak = peak_of(largest(updates), all_finite(tree.leaves(out)))
         anchor = tree.map(lambda p, u: p.to(u.dtype) + u, params, out)  # the ranks agree on the new params
-        return out, state._replace(step=state.step + 1, mu=mu, nu=nu, anchor=anchor, peak=peak)
+        return out, state._replace(step=state.step + 1, mu=mu, nu=nu, ages=ages, anchor=anchor, peak=peak)
 
-    def step_alone(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, Tree]:
-        mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
+    def step_alone(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, Tree, tuple[Tensor, ...]]:
+        ages = older(state.ages, bias_correction, frozen=True)
+        mu = zeros_kept(moving_average(state.mu, updates, b1, *ages[:1]), state.nu)
         # Back to the dtype of the moments: a 0-d rate in float64 may decide that of a 0-d update.
-        return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps)), mu
+        return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps)), mu, ages
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        moves, mu = step_alone(updates, state)
+        moves, mu, ages = step_alone(updates, state)
         # where nu is zero, moves are zero whatever the gradient is
         ok = all_finite([*tree.leaves(moves), *tree.leaves(updates)]).to(state.dropped.device)
         moves, mu = kept_if(ok, moves, mu, state.mu)
         dropped = state.dropped + (~ok).to(torch.int64)
-        return moves, state._replace(step=state.step + 1, mu=mu, elapsed=later(state.elapsed), dropped=dropped)
+        elapsed = later(state.elapsed)
+        return moves, state._replace(step=state.step + 1, mu=mu, ages=ages, elapsed=elapsed, dropped=dropped)
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         # The momentum of this step is dropped: it is rebuilt below, from the step that all ranks take.
-        moves, _ = step_alone(updates, state)
+        moves, _, ages = step_alone(updates, state)
         elapsed = later(state.elapsed)
         # All that this rank went since the anchor, this step included.
         drift = tree.map(lambda p, u, x: p.to(u.dtype) + u - x, params, moves, state.anchor)
@@ -239,14 +254,16 @@ def scale_by_zero_one_adam(
         anchor = tree.map(moved, state.anchor, mean, state.nu)
         peak = peak_of(peak, all_finite([*tree.leaves(anchor), *tree.leaves(mu)]))
         zero = torch.zeros_like(state.elapsed)
-        state = state._replace(mu=mu, anchor=anchor, elapsed=zero, peak=peak, sync=sync_state)
+        ages = tuple(torch.full_like(age, FILLED) if i == 0 else age for i, age in enumerate(ages))
+        state = state._replace(mu=mu, ages=ages, anchor=anchor, elapsed=zero, peak=peak, sync=sync_state)
         return NewParams(anchor), state._replace(step=state.step + 1)
 
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # nu stays as the last variance step left it
-    hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
+    hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, bias_correction, limit)
     variance = VarianceStep(hyper, warmup)
     agreed = SynchronisingStep(hyper, sync.compressed_update, synchronise)
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
+    synced = facts_of(sync).averaged.compressed  # a synchronising step averages what local steps have done, too
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf, averages=Averages((), synced, synced))
     return Transform(init, variance, agreed, LocalStep(hyper, local), needs_warmup=frozen, facts=facts)
 
 

@@ -21,6 +21,7 @@ PUBLIC = (
     "fn.base",
     "fn.arguments",
     "fn.errors",
+    "fn.facts",
     "fn.roles",
     "fn.schedules",
     "fn.tree",

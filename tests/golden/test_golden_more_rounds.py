@@ -14,6 +14,7 @@ import chains
 import pytest
 import ranks
 import torch
+from golden_cases import recorded_form
 from own_pieces import (
     WHOLE,
     encoded_again,
@@ -157,7 +158,7 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
         assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
         own = outer_state(state)
         whose = rank if "anchor" in fn.roles.rank_local(own) else (rank or 0)
-        (mu,), (nu,) = tree.fields(own.inner, "mu"), tree.fields(own.inner, "nu")
+        mu, nu = (recorded_form(own.inner, field, case.hyper["inner"].get("betas")) for field in ("mu", "nu"))
         for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
             worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
         if "p0.anchor" not in case.arrays:

@@ -11,6 +11,7 @@ import chains
 import numpy as np
 import pytest
 import torch
+from golden_cases import recorded_weight
 from torch import Tensor
 
 import fn
@@ -106,10 +107,12 @@ def hold_moments(case: Case, state: Any, kind: str, name: str, role: str, step: 
     label = "muon" if kind == "matrix" else kind
     places = [i for i, k in enumerate(case.hyper["kinds"]) if (k == "matrix") == (kind == "matrix")]
     is_owned = hasattr(state.inner, "owners")  # simulated ranks have zeros for what others own
-    for values in roles.find((state.inner.inner if is_owned else state.inner[1])[label], role):
+    own = (state.inner.inner if is_owned else state.inner[1])[label]
+    weight = recorded_weight(own, int(role == "second_moment"), case.hyper["betas"])
+    for values in roles.find(own, role):
         for i, moment in zip(places, values, strict=True):
             if i in case.places(kind):
-                case.hold(moment.sum(0) if is_owned else moment, f"p{i}.{name}", step)
+                case.hold(weight * (moment.sum(0) if is_owned else moment), f"p{i}.{name}", step)
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["replicated", "owned"])

@@ -11,6 +11,7 @@ import chains
 import numpy as np
 import pytest
 from golden.test_golden_muon import FOLDER, Case, case_of
+from golden_cases import recorded_form
 from torch import Tensor
 
 import fn
@@ -77,7 +78,7 @@ def test_lion_muon_follows_its_authors_code(row: dict[str, Any]) -> None:
     for t, params, state in replayed(case, tx, fn.periodic(hyper["period"])):
         for i, p in enumerate(params):
             case.hold(p, f"p{i}.param", t)
-        for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
+        for i, v in zip(others, recorded_form(state, "nu", hyper["betas"]), strict=True):
             case.hold(v, f"p{i}.variance", t)
 
 
@@ -181,7 +182,7 @@ def test_dion2_follows_its_authors_code(row: dict[str, Any]) -> None:
         for i, m in zip(case.places("matrix"), rows, strict=True):
             for of_rank in m:
                 case.hold(of_rank, f"p{i}.momentum", t)
-        for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
+        for i, v in zip(others, recorded_form(state, "nu", hyper["betas"]), strict=True):
             case.hold(v, f"p{i}.variance", t)
 
 
@@ -213,7 +214,8 @@ def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> No
     tx = fn.skip_nonfinite(fn.chain(fn.average("data"), average))
     for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
         found = {"param": params, "x": fn.contrib.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
-        found |= {"momentum": tree.fields(state, "mu")[0], "variance": tree.fields(state, "nu")[0]}
+        found |= {"momentum": recorded_form(state, "mu", hyper["betas"])}
+        found |= {"variance": recorded_form(state, "nu", hyper["betas"])}
         for name, leaves in found.items():
             for i, x in enumerate(leaves):
                 case.hold(x, f"p{i}.{name}", t)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from golden_cases import recorded_form
 from recorded_rounds import FOLDER, Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
 
@@ -89,7 +90,7 @@ def replay(case: Case, step: Any, state: Any, params: list[Tensor], lr: Tensor, 
         own = state.inner[1]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
             if f"p0.{name}" in case.arrays:
-                (leaves,) = tree.fields(own.inner, field)
+                leaves = recorded_form(own.inner, field, case.hyper["inner"].get("betas"))
                 worst = max([worst, *(case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves))])
         if not isinstance(when, Round) or "p0.anchor" not in case.arrays:
             continue

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from golden_cases import recorded_form
 from own_pieces import window_guard
 from recorded_rounds import ROUNDS, Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
@@ -46,7 +47,7 @@ def replay(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | 
         worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
             if f"p0.{name}" in case.arrays:
-                (leaves,) = tree.fields(state.inner, field)
+                leaves = recorded_form(state.inner, field, case.hyper["inner"].get("betas"))
                 worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
     return max(worst)
 
@@ -183,7 +184,7 @@ def replay_both(case: Case, step: Any, state: Any, params: list[Tensor], rank: i
         params, state = step(tx, when, gradients(t, params), state, params)
         worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
-            (leaves,) = tree.fields(state.shared.inner, field)
+            leaves = recorded_form(state.shared.inner, field, case.hyper["inner"].get("betas"))
             worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
     return max(worst)
 
@@ -228,8 +229,9 @@ def test_averages_along_the_way_are_the_recorded_ones(case: Case) -> None:
     """
     hyper, start, gradients = case.hyper["gpa"], case.each("init"), case.gradients(None)
     rate, free = fn.scale_by_learning_rate(hyper["lr"]), hyper["type"] == "schedule_free"
+    betas = hyper["beta1"], hyper["beta2"]
     average = fn.contrib.primal_average(
-        fn.chain(fn.scale_by_adam(hyper["beta1"], hyper["beta2"]), rate),
+        fn.chain(fn.scale_by_adam(*betas), rate),
         interpolation=hyper["train_interp_coeff"],
         averaging=None if free else hyper["eval_interp_coeff"],
         decay=fn.chain(fn.add_decayed_weights(hyper["weight_decay"]), rate),
@@ -247,8 +249,8 @@ def test_averages_along_the_way_are_the_recorded_ones(case: Case) -> None:
     for t in range(int(case.hyper["steps"])):
         params, state = run(gradients(t, params), state, params)
         found = {"param": params, "average": fn.contrib.primal_params(state, params)}
-        found |= {"z": tree.fields(state, "fast")[0], "exp_avg": tree.fields(state, "mu")[0]}
-        for name, leaves in {**found, "exp_avg_sq": tree.fields(state, "nu")[0]}.items():
+        found |= {"z": tree.fields(state, "fast")[0], "exp_avg": recorded_form(state, "mu", betas)}
+        for name, leaves in {**found, "exp_avg_sq": recorded_form(state, "nu", betas)}.items():
             worst += [case.off(x, f"p{i}.{name}", t, 0) for i, x in enumerate(leaves)]
     assert 0 < max(worst) <= 1
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from golden_cases import recorded_form
 from own_pieces import held_to_median
 from recorded_rounds import Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
@@ -85,7 +86,7 @@ def replay(case: Case, tx: fn.Transform, step: Any, state: Any, params: list[Ten
         when = schedule(t)
         assert (when == Round(0, 0)) == (case.arrays["applied"][t] >= 0)
         params, state = step(tx, when, gradients(t, params), state, params)
-        found = {"param": params, **{name: tree.fields(state.inner, field)[0] for name, field in MOMENTS.items()}}
+        found = {"param": params, **{name: recorded_form(state.inner, field) for name, field in MOMENTS.items()}}
         for name, each in found.items():
             worst = max([worst, *(case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(each))])
         if when == Round(0, 0):

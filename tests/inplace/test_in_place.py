@@ -38,15 +38,15 @@ def drop_in(lr: float | torch.Tensor, axis: str) -> fn.Transform:
 CASES: list[dict[str, Any]] = [
     {},
     {"feedback": fn.classic(lazy=True), "weight_decay": 0.1},
-    {"layout": "per_tensor", "bias_correction": True, "feedback": fn.classic(lazy=True)},
+    {"layout": "per_tensor", "feedback": fn.classic(lazy=True)},
     {"make": drop_in},
-    {"codec": deepspeed.codec(2), "bias_correction": True, "b1": 0.3},
+    {"codec": deepspeed.codec(2), "b1": 0.3},
     {"layout": "fused"},
     {"codec": fn.int8(), "feedback": fn.damped()},
-    {"codec": fn.int4(64), "feedback": fn.damped(block=64), "layout": "per_tensor", "bias_correction": True},
+    {"codec": fn.int4(64), "feedback": fn.damped(block=64), "layout": "per_tensor", "bias_correction": False},
     {"codec": fn.int8(), "weight_decay": 0.1},
     {"codec": BFLOAT16, "layout": "fused"},
-    {"warmup": fn.int8(), "bias_correction": True},
+    {"warmup": fn.int8()},
     {"servers": False},
     {"servers": False, "layout": "per_tensor", "feedback": fn.classic(lazy=True)},
     {"servers": False, "codec": fn.int8(), "feedback": fn.damped(), "layout": "fused"},
@@ -337,7 +337,7 @@ def test_a_param_without_elements_takes_its_step():
 def test_a_kernel_refuses_lists_of_other_sizes():
     few, many = torch.zeros(3), torch.zeros(5)
     with pytest.raises(ValueError, match=r"grads: expected tensors of .* as mu"):
-        torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, 1.0, 1.0, False)
+        torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, False)
 
 
 def test_lamb_refuses_rates_of_another_number_of_tensors():

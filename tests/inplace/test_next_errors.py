@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16), (130, 130)]
 CASES = [
     {},
-    {"layout": "per_tensor", "bias_correction": True},
+    {"layout": "per_tensor"},
     {"codec": deepspeed.codec(2), "b1": 0.3, "weight_decay": 0.1},
     {"servers": False, "weight_decay": 0.1},
 ]

@@ -109,7 +109,6 @@ CASES = [  # two param groups; so two of each collective
     Case("1-bit Adam", fn.onebit_adam, W, Limits(100, 1, 2, 4)),
     Case("1-bit Adam", fn.onebit_adam, W, Limits(200, 2, 2, 4), kind="watched"),
     Case("1-bit Adam", fn.onebit_adam, C, Limits(200, 1, 4, 5)),
-    Case("1-bit Adam", fn.onebit_adam, C, Limits(200, 1, 4, 5), {"bias_correction": True}),
     Case("1-bit Adam", fn.onebit_adam, C, Limits(700, 1, 40, 5), kind="overlapped"),
     Case("1-bit Adam", fn.onebit_adam, W, Limits(100, 1, 6, 9), axes=BOTH),
     Case("1-bit Adam", fn.onebit_adam, C, Limits(300, 1, 24, 1.5), axes=BOTH),

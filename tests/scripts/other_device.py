@@ -37,7 +37,7 @@ SHAPES = [(37, 5), (7,), (), (0,), (4097,)]
 HYPERS: dict[str, list[dict[str, Any]]] = {
     "onebit_adam": [
         {},
-        {"feedback": fn.classic(lazy=True), "weight_decay": 0.1, "bias_correction": True},
+        {"feedback": fn.classic(lazy=True), "weight_decay": 0.1},
         {"codec": fn.int8(), "feedback": fn.damped()},
     ],
     "loco_adamw": [{}, {"gather": fn.int8()}],

@@ -16,7 +16,7 @@ from fn import Phase, tree
 WORLD, LR = 2, 0.1
 MAKES: dict[str, Callable[..., fn.Transform]] = {
     "onebit_adam": fn.onebit_adam,
-    "corrected": partial(fn.onebit_adam, bias_correction=True),
+    "the paper's": partial(chains.onebit_adam, bias_correction=False),
     "sharded_onebit_adam": fn.sharded_onebit_adam,
     "onebit_lamb": chains.onebit_lamb,
     "zero_one_adam": fn.zero_one_adam,

@@ -27,6 +27,20 @@ def test_each_label_gets_its_own_transform() -> None:
     assert set(state) == {"full", "codes"}
 
 
+def test_labels_are_taken_in_one_order_whatever_that_of_the_mapping() -> None:
+    """Ranks do not compare it, and would wait for each other without end."""
+    taken: list[str] = []
+
+    def noting(label: str) -> fn.Transform:
+        return fn.stateless(lambda updates, params: taken.append(label) or updates)
+
+    params = {"w": torch.ones(2, 2), "b": torch.ones(2)}
+    for order in (("codes", "full"), ("full", "codes")):
+        tx = fn.partition({label: noting(label) for label in order}, labels)
+        tx.warmup_update(params, tx.init(params), params)
+    assert taken == ["codes", "full"] * 2
+
+
 def test_unfrozen_leaves_stay_in_full_precision_while_the_others_travel_as_codes() -> None:
     """What `non_freeze` groups are: biases in exact data-parallel Adam, matrices in 1-bit Adam."""
     make = partial(fn.onebit_adam, lr=0.1, axis="data")

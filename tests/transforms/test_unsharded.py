@@ -188,7 +188,7 @@ def test_a_rank_sends_its_rows_and_their_updates() -> None:
 
 def test_its_facts_say_that_it_can_be_given_rows() -> None:
     facts = facts_of(fn.chain(fn.trace(0.9), fn.unsharded(fn.chain(fn.average("node"), orthogonalize()), "shard")))
-    assert facts == fn.Facts(axes=("node",), shards=("shard",))
+    assert facts == fn.Facts(axes=("node",), shards=("shard",), averages=fn.average("node").facts.averages)
 
 
 def guarded(on_rank: Tensor) -> tuple[Tensor, Tensor]:

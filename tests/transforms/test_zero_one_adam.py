@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import chains
 import numpy as np
 import pytest
 import torch
@@ -46,9 +47,12 @@ def runs(tx: fn.Transform, dims: Any, world: int) -> dict[fn.Phase, Any]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("weight_decay", "max_step"), [(0.0, None), (0.1, None), (0.1, 0.5)])
-def test_zero_one_adam_is_the_papers(world: int, weight_decay: float, max_step: float | None) -> None:
-    hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay}
-    tx = fn.zero_one_adam(axis="data", max_step=max_step, **hyper)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_zero_one_adam_is_the_papers(
+    world: int, weight_decay: float, max_step: float | None, corrected: bool
+) -> None:
+    hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay, "bias_correction": corrected}
+    tx = chains.zero_one_adam(axis="data", max_step=max_step, **hyper)
     schedule = fn.zero_one_schedule(8, 2, 4, 4)
     params, state, dims = begin(tx, world)
     oracle = ZeroOneAdam([p[0].numpy().ravel() for p in params], world, max_step=max_step or np.inf, **hyper)
@@ -117,7 +121,7 @@ def test_decay_stays_out_of_the_momentum_which_deepspeeds_does_not() -> None:
 
 
 def test_a_variance_step_takes_the_exact_mean_into_the_momentum() -> None:
-    """The mean gradient is (2, 4): the momentum is a tenth of it, where codes would make both elements alike.
+    """The mean gradient is (2, 4), and so is the first momentum, where codes would make both elements alike.
 
     Differs: fn.transforms.zero_one_adam.scale_by_zero_one_adam: a variance step uses the exact mean for the
         momentum, too, and sends no codes.
@@ -128,9 +132,9 @@ def test_a_variance_step_takes_the_exact_mean_into_the_momentum() -> None:
     with fn.ledger() as sent:
         run = fn.simulate(tx.warmup_update, "data", 2, in_dims=(0, dims, None), out_dims=(0, dims))
         _, after = run(g, state, params)
-    torch.testing.assert_close(tree.fields(after, "mu")[0][0], torch.tensor([[0.2, 0.4]] * 2))
+    torch.testing.assert_close(tree.fields(after, "mu")[0][0], torch.tensor([[2.0, 4.0]] * 2))
     assert sent.messages == {("data", "all_reduce"): 1}
-    (coded,) = fn.sign().decode(fn.sign().encode(torch.tensor([[0.2, 0.4]])))
+    (coded,) = fn.sign().decode(fn.sign().encode(torch.tensor([[2.0, 4.0]])))
     torch.testing.assert_close(coded[:2], torch.full((2,), 0.1**0.5))
 
 

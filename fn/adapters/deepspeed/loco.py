@@ -253,9 +253,9 @@ def _start(tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> 
 
 def _check(errors: LocoErrors, tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> None:
     # On the meta device: only shapes are compared, and errors are as large as the model.
-    expected = _start([t.new_empty(t.shape, device="meta") for t in tensors], plans, local_axis)
+    like = _start([t.new_empty(t.shape, device="meta") for t in tensors], plans, local_axis)
     for name in ("intra", "inter"):
-        ours, theirs = getattr(expected, name), getattr(errors, name)
+        ours, theirs = getattr(like, name), getattr(errors, name)
         if [(e.codes.shape, e.scales.shape) for e in ours] != [(e.codes.shape, e.scales.shape) for e in theirs]:
             raise ValueError(
                 f"errors: {name} has codes of {[e.codes.shape[0] for e in theirs]} elements, but these tensors on "

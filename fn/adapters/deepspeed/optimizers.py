@@ -385,7 +385,7 @@ class OnebitLamb(DeepSpeedOptimizer):
             groups, axis=AXIS, world_size=self._world, copy_fresh=self.freeze_step >= 2, **self._factors
         )
 
-    def made(self, given: list[dict[str, Any]], rates: list[Tensor], *, shapes: bool = True) -> Transform:
+    def made(self, given: list[dict[str, Any]], rates: list[Tensor]) -> Transform:
         """Return the transform of param groups, all of them or one that is looked at alone."""
         return self._numerics([_described(*pair) for pair in zip(given, rates, strict=True)])
 

@@ -25,20 +25,10 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import (
-    Facts,
-    NewParams,
-    Phase,
-    Transform,
-    chain,
-    check_arguments,
-    facts_of,
-    merged,
-    missing,
-    stateless,
-)
+from fn.base import NewParams, Phase, Transform, chain, check_arguments, facts_of, missing, stateless
 from fn.collectives.codecs.codec import Codec, Segments
 from fn.collectives.codecs.sign import sign
+from fn.facts import Averages, Facts, merged
 from fn.kernels import rules
 from fn.kernels.reference.steps import over_root
 from fn.kernels.tracing import cached_plan
@@ -50,6 +40,7 @@ from fn.transforms.adam import (
     moving_average,
     moving_average_of_squares,
     start_moments,
+    widest,
 )
 from fn.transforms.average import average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, check_decay, check_rate, scale_by_learning_rate
@@ -114,8 +105,7 @@ def scale_by_onebit_adam(b1: float, b2: float, eps: float, *, sync: Transform) -
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         updates, params = check_arguments(updates, state, params, OnebitAdamState, "nu")
         mu, errors = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
-        weight = b1 * state.mu_weight + (1 - b1)
-        state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=errors)
+        state = state._replace(step=state.step + 1, mu=mu, sync=errors)
         return adam_direction(mu, state.nu, eps), state
 
     assert isinstance(masked.compressed_update, adam.OnebitAdam)
@@ -182,7 +172,8 @@ def scale_by_zero_one_adam(
     check_rate(lr)
 
     def init(params: Tree) -> ZeroOneAdamState:
-        step, mu, nu, elapsed, _ = start_moments(params)
+        step, mu, nu = start_moments(params)
+        elapsed = torch.zeros((), dtype=widest(mu), device=step.device)
         peak = torch.zeros((), dtype=torch.float32, device=step.device)
         went = tree.map(torch.zeros_like, mu)
         return ZeroOneAdamState(step, mu, nu, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
@@ -243,7 +234,8 @@ def scale_by_zero_one_adam(
         return NewParams(new_params), state._replace(step=state.step + 1)
 
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL})
-    facts = facts_of(sync)._replace(unclamped=True)
+    synced = facts_of(sync).averaged.compressed
+    facts = facts_of(sync)._replace(unclamped=True, averages=Averages((), synced, synced))
     return Transform(
         init, warmup, synchronise if frozen else average_gradients, local, needs_warmup=needs, facts=facts
     )
@@ -305,6 +297,7 @@ def scale_by_onebit_lamb(
 
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})
     facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
+    facts = facts._replace(averages=Averages((), facts.averaged.compressed))
     return Transform(init, warmup, compressed, local, needs_warmup=frozen, facts=facts)
 
 

@@ -148,6 +148,9 @@ class Core(torch.optim.Optimizer):
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
 
+    def check_phase(self, phase: Phase) -> None:
+        """Raise an error on all ranks if a phase, before its first step, does not go with those that were taken."""
+
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
         """Raise the error that a step would raise if a param group of a unit held these entries."""
 
@@ -342,6 +345,7 @@ def updates_of(core: Core, phase: Phase | Round) -> list[UpdateFn]:
     """
     key = isinstance(phase, Round), phase.phase
     if key not in core.updates:
+        core.check_phase(phase.phase)
         phases = [Phase.LOCAL if key[0] and unit.transform.exchange else phase.phase for unit in core.units]
         updates = [unit.transform.composed(own) for unit, own in zip(core.units, phases, strict=True)]
         ways = [in_place(update) for update in updates]

@@ -8,7 +8,7 @@ contributes NaN, and all ranks skip together. The scalers need not agree: what i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_number
-from fn.base import Phase, chain
+from fn.base import Phase, Transform, chain, facts_of
 from fn.collectives.axis import ALONE, Axis, Binding, axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
@@ -152,7 +152,29 @@ CLOSE = 1e-5
 """Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
 
 
-def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str]) -> bool:
+def averaged_in(transform: Transform, phase: Phase) -> tuple[str, ...]:
+    """Return the axes over which a phase averages the updates of all parameters, as far as facts tell."""
+    axes: tuple[str, ...] = getattr(facts_of(transform).averaged, phase.value)
+    return axes
+
+
+def apart_in(transform: Transform, phases: Collection[Phase]) -> str:
+    """Return what is wrong with a transform that averages over an axis in some of these phases only; "" for nothing.
+
+    Ranks would go apart in the others. A link of a user's own that has no facts may average there.
+    """
+    in_order = [phase for phase in Phase if phase in phases]  # a set has another order on each rank
+    for phase in () if facts_of(transform).silent else in_order:
+        for other in in_order:
+            for axis in averaged_in(transform, other):
+                if axis not in averaged_in(transform, phase):
+                    wanted = f"an average over {axis!r} of all parameters in every phase of the schedule, as in {other}"
+                    cure = f"put fn.unfrozen(fn.average({axis!r})) in front, which averages in every phase"
+                    return expected("make's result", wanted, f"none in {phase}, where ranks would go apart", cure)
+    return ""
+
+
+def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str], *, compresses: bool) -> bool:
     """Look whether the gradients of a phase's first step are each rank's own; return whether they told anything.
 
     If they are the same on all ranks of an axis, something has averaged them, DDP perhaps, and has sent what the
@@ -160,8 +182,11 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str]) -> bool:
     norm, each rank has clipped by a norm of its own: that is warned of. Gradients that are zero or not finite tell
     nothing. All ranks must call it; three numbers per parameter travel.
 
+    Args: axes: those that the phase averages over. compresses: whether there is a schedule, and phases to come.
     Raises: RefusedByAll, on all ranks, with what to do.
     """
+    if not axes:
+        return True
     sums = _sums([g for group in grads for g in group if g.numel()])
     told = bool(len(sums))
     for axis in axes:
@@ -175,13 +200,15 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str]) -> bool:
         # (W, n, 3) against the (1, n, 3) of rank 0.
         if bool((rows == rows[:1]).all()):
             text = (
-                f"gradients: are the same on all ranks of {axis!r}, so they were averaged already and the compressed "
-                f"phase would save nothing; call fn.adapters.ddp.keep_local(model) if the model is wrapped in DDP, or "
-                f"pass refuse_averaged=False if the ranks see the same data on purpose"
+                f"gradients: are the same on all ranks of {axis!r}, so they were averaged already, and this optimizer "
+                f"averages them once more, which costs its bytes and saves nothing; call "
+                f"fn.adapters.ddp.keep_local(model) if the model is wrapped in DDP, or pass refuse_averaged=False if "
+                f"the ranks see the same data on purpose"
             )
             if phase is Phase.COMPRESSED:
                 raise RefusedByAll(text)
-            warnings.warn(f"{text}; the first compressed step refuses them", stacklevel=8)
+            later = "the first compressed step refuses them" if compresses else "or give the optimizer no axis"
+            warnings.warn(f"{text}; {later}", stacklevel=8)
         elif bool(((norms - norms[0]).abs() <= CLOSE * norms[0]).all()):
             text = f"gradients: have the norm {float(norms[0]):.4g} on all ranks of {axis!r}, although they differ"
             hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
@@ -229,7 +256,6 @@ def _tell(rows: Tensor) -> bool:
     return bool(torch.isfinite(rows).all()) and bool(rows.any())
 
 
-def in_doubt(refuse_averaged: bool, compresses: bool) -> set[Phase]:
-    """Return the phases whose first step looks at its gradients. Args: compresses: whether there is a schedule."""
-    phases = {Phase.WARMUP, Phase.COMPRESSED} if compresses else {Phase.COMPRESSED}
-    return phases if refuse_averaged else set()
+def in_doubt(refuse_averaged: bool) -> set[Phase]:
+    """Return the phases whose first step looks at its gradients."""
+    return {Phase.WARMUP, Phase.COMPRESSED} if refuse_averaged else set()

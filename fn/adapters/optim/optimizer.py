@@ -33,7 +33,7 @@ from fn.base import Guarded, Phase, Round, Transform, facts_of
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
-from fn.errors import expected
+from fn.errors import RefusedByAll, expected
 from fn.inplace.memory import owned
 from fn.kernels.table import warm_kernels
 from fn.schedules import Schedule, always_warm_up, phase_of, phases_of
@@ -103,7 +103,8 @@ class Optimizer(Core):
     ):
         self.make = groups.check_make(make)
         self.untrained: list[tuple[str, Tensor]] = []  # what required no gradients, and has no state
-        self.doubts = gradients.in_doubt(refuse_averaged, schedule is not None)  # phases whose gradients are looked at
+        self.doubts = gradients.in_doubt(refuse_averaged)  # phases whose gradients are looked at
+        self.taken = set[Phase]()  # phases of the steps so far
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(make, binding, listed, {"lr": lr, **defaults})
@@ -165,6 +166,8 @@ class Optimizer(Core):
         transform = self.made([group], [rate])
         check_divided(transform, self.max_norm, group["params"])
         check_fits(transform, self.schedule)
+        if problem := gradients.apart_in(transform, first_and_later(transform, self.schedule)):
+            raise ValueError(problem)
         return Unit(transform, [group], [rate], self.made_of([group]))
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
@@ -210,6 +213,13 @@ class Optimizer(Core):
                 unit.transform, unit.hyper = self.made(unit.groups, unit.rates), hyper
                 self.updates.clear()
 
+    def check_phase(self, phase: Phase) -> None:
+        """Refuse a phase that leaves out an average of those before it, where only the schedule itself knew of it."""
+        self.taken.add(phase)
+        for unit in self.units:
+            if problem := gradients.apart_in(unit.transform, self.taken):
+                raise RefusedByAll(problem)
+
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
         """Raise the error that a step would raise if a param group of a unit held these entries."""
         self.made([group], unit.rates[:1])
@@ -220,8 +230,11 @@ class Optimizer(Core):
         gradients.check_kinds(grads, [groups.names_of(group) for group in self.param_groups])
         # Unscaled before they are looked at or clipped: the ranks' scales may differ.
         grads = gradients.unscaled(grads, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        if isinstance(phase, Phase) and phase in self.doubts and gradients.look_at_first(grads, phase, self.axes):
-            self.doubts.discard(phase)
+        if isinstance(phase, Phase) and phase in self.doubts:
+            averaged = {axis for unit in self.units for axis in gradients.averaged_in(unit.transform, phase)}
+            axes = [axis for axis in self.axes if axis in averaged]
+            if gradients.look_at_first(grads, phase, axes, compresses=self.schedule is not always_warm_up):
+                self.doubts.discard(phase)
         if self.max_norm is not None:
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
@@ -362,6 +375,12 @@ def check_fits(transform: Transform, schedule: Schedule) -> None:
             raise ValueError(f"schedule: is {kind}, which does not fit this optimizer; {error}") from error
     if transform.exchange is not None:
         transform.exchange.check(schedule)
+
+
+def first_and_later(transform: Transform, schedule: Schedule) -> set[Phase]:
+    """Return the phases that a schedule of this library comes to; of any other function, that of the first step."""
+    first = phase_of(schedule, 0).phase
+    return {Phase.WARMUP if first in transform.needs_warmup else first, *phases_of(schedule)}
 
 
 def refuse_thawed(frozen: list[tuple[str, Tensor]]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fn.base import Transform, facts_of
-from fn.collectives.axis import ALONE, Binding, bind
+from fn.collectives.axis import ALONE, Axis, Binding, bind
 from fn.collectives.carriers import group_of
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
@@ -63,14 +63,18 @@ class Division(NamedTuple):
         # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
         if there is None:
             return Binding({**binding.axes, **bind({name: self.group}).axes})
-        ranks = None
-        if there.transport != ALONE and there.transport not in registered:
-            ranks = dist.get_process_group_ranks(group_of(there.transport))
-        if ranks != dist.get_process_group_ranks(self.group):
+        if _ranks_of(there) != dist.get_process_group_ranks(self.group):
             cure = "give one of the two another name, in mesh_dim_names or in fn.bind"
             got = f"other ranks than those of the mesh axis {name!r}, over which the DTensors are divided"
             raise ValueError(expected("params", f"no other ranks to be bound to {name!r}", got, cure))
         return binding
+
+
+def _ranks_of(bound: Axis) -> list[int] | None:
+    """Return the ranks that are bound to an axis; None of one rank alone and of transports without process groups."""
+    if bound.transport == ALONE or bound.transport in registered:
+        return None
+    return dist.get_process_group_ranks(group_of(bound.transport))
 
 
 def division_of(params: Sequence[Tensor]) -> Division | None:
@@ -127,13 +131,12 @@ def check_placed(params: Sequence[Tensor], axes: Sequence[str], binding: Binding
             raise ValueError(expected("params", f"parameter {i} to be sharded or replicated", f"{p.placements}"))
         mesh = p.device_mesh
         for axis, bound in ((axis, binding.axes[axis]) for axis in axes):
-            # One rank averages with nobody, and other transports have no list of ranks to compare with the mesh's.
-            if bound.size == 1 or bound.transport == ALONE or bound.transport in registered:
+            ranks = None if bound.size == 1 else _ranks_of(bound)  # one rank averages with nobody
+            if ranks is None:
                 continue
-            ranks = {*dist.get_process_group_ranks(group_of(bound.transport))}
             for dim in range(mesh.ndim):
                 # This rank is in both groups; with a second one in both, FSDP2 communicates already.
-                if len(ranks & {*dist.get_process_group_ranks(mesh.get_group(dim))}) > 1:
+                if len({*ranks} & {*dist.get_process_group_ranks(mesh.get_group(dim))}) > 1:
                     wanted = f"parameter {i}, a DTensor, on mesh axes apart from {axis!r}, the axis of the optimizer"
                     cure = "leave the axis out, for FSDP2 averages over it; or bind one across the islands; or "
                     cure += "compress FSDP2's own exchange: fn.adapters.fsdp.compress"

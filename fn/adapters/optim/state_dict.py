@@ -31,7 +31,7 @@ from fn.schedules import FreezeWhenStable
 
 Tree = Any
 
-FORMAT, VERSION = "format", 4
+FORMAT, VERSION = "format", 5
 """The key of the number of this format, int64; fn 0.3 and before saved none."""
 
 OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
@@ -284,6 +284,8 @@ def check_paths(live: Set[str], saved: Set[str], argument: str) -> None:
         if path.startswith("schedule."):
             what = "opt.state_dict() has it" if path in live else "leave it out"
             hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
+        if re.search(r"\.ages\.\d+$", path):
+            hint = "; moments are bias-corrected in one of the two only: make the optimizer as it was, or start anew"
         raise ValueError(f"{argument}: {path!r} is {'missing' if path in live else 'unexpected'}{hint}")
 
 

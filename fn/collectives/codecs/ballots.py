@@ -8,51 +8,77 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.collectives.codecs.codec import Codec, Segments, segments_of
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
+from fn.collectives.feedback import Counted, Off
 from fn.errors import expected
 from fn.kernels import ops  # noqa: F401  it defines torch.ops.fn
 from fn.kernels.tracing import cached_plan
 
 Tree = Any
 
-TIES = ("even", "plus")
+TIES = ("alternate", "even", "plus")
 """How a zero may vote."""
+
+BLOCK = 64
+"""Elements that abstain together: a flag for each takes 1/64 bit an element."""
+
+EVEN = 0b01010101
+"""Eight ties as they vote where the signs of even indices are +; the first element is the lowest bit."""
+
+GOLDEN = 2654435769
+"""2^32 over the golden ratio. The top bit of its multiples is 0 as often as 1 among all t, and among every k-th t."""
 
 
 class Ballots(NamedTuple):
-    """A payload. bits: (R, n / 8) uint8, 1 is a vote for +; valid: (R, 1) uint8, 0 where a number was not finite."""
+    """A payload, all of it uint8.
+
+    bits: (R, n / 8), 1 is a vote for +. cast: (R, blocks / 8), a bit for each block, 0 where it abstains.
+    valid: (R, 1), 0 where a number was not finite.
+    """
 
     bits: Tensor
+    cast: Tensor
     valid: Tensor
 
 
-def ballots(ties: str = "even") -> Codec:
+def ballots(ties: str = "alternate") -> Codec:
     """Send one bit per element, and no magnitude: a vote for + or for -.
 
-        C(x) = sgn(x),   C(0) = +1 at an even index, -1 at an odd one
+        C(x) = sgn(x);   C(0) = 0 in a block of 64 zeros, else +1 or -1 by turns
 
     With servers the mean of the ranks' votes is voted on once more, so the majority arrives. Without servers the mean
     of the votes arrives. A row with a NaN or an Inf comes back as NaN, for which each row has a byte. Use it for
     gradients or momenta where the learning rate alone sets the length of a step, and use it with `off()`: a vote leaves
     out the whole magnitude, which would make errors large.
 
+    A zero has nothing to say. Where a whole block of 64 elements of a tensor is zero (a token that this rank has not
+    seen, an expert without a token), the rank abstains, and others decide; where all abstain, 0 arrives. A zero among
+    other numbers has to use its bit. It votes for + in half of the steps, and so does a server whose ranks are divided:
+    both signs take turns that no period of the data can follow, so that what is 0 or tied moves to and fro by one step,
+    and never away.
+
     >>> import torch, fn
     >>> codec = fn.ballots()
     >>> codec.decode(codec.encode(torch.tensor([[3.0, -0.1, 0.0, 0.0, -2.0, 5.0, 0.2, -1.0]])))
     tensor([[ 1., -1.,  1., -1., -1.,  1.,  1., -1.]])
+    >>> codec.decode(codec.encode(torch.zeros(1, 8)))
+    tensor([[0., 0., 0., 0., 0., 0., 0., 0.]])
 
     Args:
-        ties: how a zero votes, and a server whose ranks are divided. "even": for + where the element's index in its
-            tensor is even, else for -, so that ties cancel and neither sign is preferred. "plus": always for +, as in
-            signSGD; params then drift wherever an even number of ranks disagree.
-    Raises: ValueError if ties is neither.
+        ties: how a zero votes, and a server whose ranks are divided. "alternate": as above, at even indices for + where
+            it is for - at odd ones. The step is counted where errors are kept otherwise, which takes `off()` and a
+            link such as `compressed_average`; without a count, every step is the first one. "even": always for + where
+            the element's index in its tensor is even, else for -. "plus": always for +, as in signSGD. With the last
+            two nothing abstains, and params drift wherever an even number of ranks disagree; they replay recorded runs.
+    Raises: ValueError if ties is none of them.
 
     Paper: Bernstein et al., signSGD with majority vote is communication efficient and fault tolerant (arXiv
         1810.05291), algorithm 1; Liu et al., Distributed Lion (arXiv 2404.00438).
-    Differs: a tie votes by its index; in the paper it is 0, in the code of Distributed Lion always -1.
+    Differs: ties take turns; in the paper a tie is 0, in the code of Distributed Lion always -1. Zeros abstain or take
+        turns; there they vote for -.
     """
     if ties not in TIES:
-        raise ValueError(expected("ties", "'even' or 'plus'", f"{ties!r}"))
+        raise ValueError(expected("ties", "'alternate', 'even' or 'plus'", f"{ties!r}"))
     return _ballots(ties, None)._replace(make=partial(ballots, ties))
 
 
@@ -63,32 +89,70 @@ def is_vote(codec: Codec) -> bool:
 
 def _ballots(ties: str, segments: Segments | None) -> Codec:
     @cached_plan
-    def ties_of(dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return what two zeros in a row stand for; tensors begin at multiples of 8 in a row."""
-        return torch.tensor([1.0, -1.0 if ties == "even" else 1.0], dtype=dtype, device=device)
+    def lay_out(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int], Tensor]:
+        """Return what is real of each block (R, B), the runs, and the bytes of each block (8 B,)."""
+        widths, valid = segments_of(segments, rows, n, device)
+        return *tile(widths, valid.contiguous(), BLOCK), _bytes_of_blocks(widths, device)
 
-    @cached_plan
-    def lay_out(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        cut = segments_of(segments, rows, n, device)
-        return cut.valid.contiguous(), cut.runs
-
-    def encode(x: Tensor) -> Ballots:
-        # (R, n) -> (R, n / 2, 2): one element at an even index and one at an odd one
-        pairs = x.unflatten(1, (x.shape[1] // 2, 2))
-        decided = torch.where(pairs == 0, ties_of(x.dtype, x.device), pairs).flatten(1)
+    def encode(x: Tensor, turn: Tensor | int = 0) -> Ballots:
+        # (R, n) -> (R, n / 8). A zero is neither above nor below; NaN is not zero.
+        plus, minus = torch.ops.fn.pack_bits(x), torch.ops.fn.pack_bits(-x)
+        zero = plus & minus
+        tied = 0xFF if ties == "plus" else EVEN + EVEN * turn  # twice EVEN: the odd indices
+        bits = (plus & ~zero) | (zero & tied)
         # Two reductions to (R, 1) notice every NaN and Inf without a mask (R, n). They refuse rows without elements.
         ends = [x.amin(1, keepdim=True), x.amax(1, keepdim=True)] if x.shape[1] else [x.new_zeros(len(x), 1)]
         # (2, R, 1) -> (R, 1)
         finite = torch.stack([end.isfinite() for end in ends]).all(0)
-        return Ballots(torch.ops.fn.pack_bits(decided), finite.to(torch.uint8))
+        # (R, n / 8) -> (R, B, 8) -> (R, B)
+        octets = (zero == 0xFF).index_select(1, lay_out(x.shape[0], x.shape[1], x.device)[2]).unflatten(1, (-1, 8))
+        silent = octets.all(-1) if ties == "alternate" else torch.zeros_like(octets[..., 0])
+        cast = torch.ops.fn.pack_bits(torch.where(silent, -1.0, 1.0))
+        return Ballots(bits, cast, finite.to(torch.uint8))
+
+    def scales_of(payload: Ballots, blocks: int) -> Tensor:
+        # (R, B / 8) -> (R, B): 1, or 0 in a block that abstains
+        scales = torch.ops.fn.unpack_bits(payload.cast, blocks, torch.float32).clamp(min=0)
+        return torch.where(payload.valid == 1, scales, torch.nan)
 
     def decode(payload: Ballots) -> Tensor:
-        rows, n = payload.bits.shape[0], 8 * payload.bits.shape[1]
-        valid, runs = lay_out(rows, n, payload.bits.device)
-        # (R, 1) -> (R, S); a kernel takes an address, to which an expanded tensor is one number
-        scales = torch.where(payload.valid == 1, 1.0, torch.nan).expand(rows, valid.shape[1]).contiguous()
+        valid, runs, _ = lay_out(payload.bits.shape[0], 8 * payload.bits.shape[1], payload.bits.device)
+        scales = scales_of(payload, valid.shape[1])
         votes: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, valid, runs)
         return votes
 
+    def decode_mean(payload: Ballots) -> Tensor:
+        valid, runs, _ = lay_out(1, 8 * payload.bits.shape[1], payload.bits.device)
+        scales = scales_of(payload, valid.shape[1])
+        # (W, n / 8) -> (1, W, n / 8), one mean of W messages
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], valid, runs)
+        return mean[0]
+
+    def init(x: Tensor) -> Counted:
+        return Counted(torch.zeros((), dtype=torch.int64, device=x.device))
+
+    def in_turn(x: Tensor, error: Counted) -> tuple[Ballots, Counted]:
+        turn = (error.age * GOLDEN >> 31) & 1
+        # A rank has a row for each server, a server has one. Zeros of ranks vote against what servers do with ties in
+        # the same step: of four ranks, two with zeros would else decide against the other two in every second step.
+        turn = 1 - turn if x.shape[0] > 1 else turn
+        return encode(x, turn.to(torch.uint8)), Counted(error.age + 1)
+
+    counting = Fused(init, lambda x, error: isinstance(error, Counted), in_turn, None)
+
+    def fused(rule: Any) -> Fused | None:
+        return counting if isinstance(rule, Off) and ties == "alternate" else None
+
     made = cached_plan(lambda s: _ballots(ties, s))
-    return Codec(encode, decode, align=8, bits=1.0, segmented=made)
+    return Codec(encode, decode, 8, 1.0 + 1.0 / BLOCK, decode_mean, segmented=made, fused=fused)
+
+
+@cached_plan
+def _bytes_of_blocks(widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the places of the 8 bytes of each block in a row, (8 B,); a shorter block repeats its last byte."""
+    places, first = [], 0
+    for width in widths:
+        end = first + width // 8
+        places += [min(k, end - 1) for k in range(first, first + -(-width // BLOCK) * 8)]
+        first = end
+    return torch.tensor(places, dtype=torch.int64, device=device)

@@ -252,13 +252,6 @@ def extents(tensors: Sequence[Tensor], at: BlockTable) -> tuple[NDArray[np.int64
     return at.widths, np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
 
 
-def descent_of(
-    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float
-) -> tuple[float, ...]:
-    """Return the numbers that `rules.adamw` takes behind the moments."""
-    return tuple(map(float, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)))
-
-
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
@@ -276,14 +269,14 @@ def momentum_encode(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float,
+    keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`."""
     at = block_table(runs)
     if not at.aligned or not plain(params, mu, nu, copies, (scales,)):
         return NotImplemented
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    descent = (*map(float, (eps, weight_decay, lr, max_step)),)
     run(onebit_blocks, at, valid, [*params], [*mu], [*nu], *extents(params, at), [*copies] or None,
         *messages(bits, divided(scales)), descent, float(max_momentum), keep_zeros, scratch=4 * STEP)  # fmt: skip
     return None
@@ -291,21 +284,20 @@ def onebit_adam_(
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
-    max_momentum: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    at, descent = block_table(runs_of_tensors(params), LARGE_BLOCK), (eps, weight_decay, lr, mu_weight, nu_weight)
-    run(adamw_blocks, at, 1, [*params], [*grads], [*mu], [*nu], float(b1), float(b2), float(1 - b2),
-        descent_of(*descent, max_step), float(max_momentum), frozen)  # fmt: skip
+    at, descent = block_table(runs_of_tensors(params), LARGE_BLOCK), (*map(float, (eps, weight_decay, lr, max_step)),)
+    run(adamw_blocks, at, 1, [*params], [*grads], [*mu], [*nu], float(b1), float(b2), float(1 - b2), descent,
+        float(max_momentum), frozen)  # fmt: skip
     return None
 
 
 def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float, frozen: bool,
+    weight_decay: float, lr: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_into_`."""
     if not plain(new, rows, old):
@@ -313,7 +305,7 @@ def adamw_into_(
     at = block_table([1, new[0].numel()], LARGE_BLOCK)
     # (blocks, 2) -> (2,); `amax` refuses a dimension without elements
     peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    descent = (*map(float, (eps, weight_decay, lr, max_step)),)
     run(adamw_into_blocks, at, 1, [*new], [*rows], len(rows), 1.0 / len(rows), [*old], peaks, float(b1), float(b2),
         float(1 - b2), descent, frozen, scratch=16 * STEP)  # fmt: skip
     return peaks.amax(0)

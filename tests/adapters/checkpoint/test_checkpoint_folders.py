@@ -131,7 +131,7 @@ def test_a_checkpoint_of_an_older_version_is_refused_with_what_to_do_and_stays_w
     digests = old / "digests-0"
     listed = json.loads(files.read_sealed(digests))
     files.write_sealed(digests, json.dumps({name: x for name, x in listed.items() if name != "format"}))
-    text = "checkpoint: expected the format 4, but got none, as fn 0.3 and before saved it; go on with the version that"
+    text = "checkpoint: expected the format 5, but got none, as fn 0.3 and before saved it; go on with the version that"
     with pytest.raises(ValueError, match=text):
         checkpoint.load(tmp_path, opt)
     for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from fn.adapters.ddp import keep_local
 case = Cases(2)
 
 
-def said(make: Callable[[], torch.nn.Module], clip: float | None = None, **options) -> list[list[str]]:
+def said(make: Callable[[], torch.nn.Module], clip: float | None = None, of=build, **options) -> list[list[str]]:
     """Take two warm-up steps; return what each warned of."""
     model, found = make(), []
-    opt = build(model, **options)
+    opt = of(model, **options)
     for t in range(2):
         backward(model, t, scale=100.0)
         if clip is not None:
@@ -48,16 +49,23 @@ def warned() -> dict[str, list[list[str]]]:
 
 
 @case
-def exact() -> list[str]:
-    """AdamW averages exactly for good: nothing is lost by a mean before it."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = wrapped()
+def exact() -> dict[str, list[list[str]]]:
+    """What optimizers say that average exactly in every step, or, without an axis, not at all."""
+    found = {}
+    for name, method in {"adamw": fn.adamw, "muon": fn.muon, "lamb": fn.lamb}.items():
+        found[f"averaged, {name}"] = said(wrapped, of=exactly(method))
+        found[f"clipped, {name}"] = said(lambda: keep_local(wrapped()), 1.0, of=exactly(method))
+        found[f"local, {name}"] = said(lambda: keep_local(wrapped()), of=exactly(method))
+        found[f"no axis, {name}"] = said(wrapped, of=exactly(method, axis=None))
+    return found
+
+
+def exactly(method: Callable[..., fn.Transform], axis: str | None = "data") -> Callable[..., fn.Optimizer]:
+    def make(model: torch.nn.Module) -> fn.Optimizer:
         with fn.bind({"data": torch.distributed.group.WORLD}):
-            opt = fn.Optimizer(model.parameters(), lambda lr: fn.adamw(lr, axis="data"))
-        backward(model, 0)
-        opt.step()
-    return [str(w.message) for w in caught if str(w.message).startswith("gradients: ")]
+            return fn.Optimizer(model.parameters(), partial(method, axis=axis))
+
+    return make
 
 
 @pytest.mark.parametrize("what", ["plain DDP", "clipped, by DDP's mean"])
@@ -84,5 +92,14 @@ def test_what_is_as_it_should_be_says_nothing(what):
     assert all(found[what] == [[], []] for found in case.answer("warned"))
 
 
-def test_an_exact_optimizer_says_nothing():
-    assert case.answer("exact") == [[], []]
+@pytest.mark.parametrize("name", ["adamw", "muon", "lamb"])
+def test_an_exact_optimizer_says_so_too(name):
+    """The bytes of a second mean are lost, and a clip by each rank's own norm gives another mean."""
+    for found in case.answer("exact"):
+        ((averaged,), second), ((clipped,), _) = found[f"averaged, {name}"], found[f"clipped, {name}"]
+        assert "averaged already" in averaged
+        assert "compressed step" not in averaged
+        assert second == []
+        assert "clipped by a norm of its own" in clipped
+        assert "max_norm" in clipped
+        assert found[f"local, {name}"] == found[f"no axis, {name}"] == [[], []]

@@ -55,13 +55,13 @@ def test_an_update_that_changes_the_form_of_the_state_is_refused_and_writes_noth
 def test_compiled_steps_write_numbers_without_a_dimension_too():
     """Without a view of them, those of float64 stayed at zero: AdamW corrected the bias of the first step for good.
 
-    1-bit Adam has them in both phases: the weights of its moments, and here a parameter.
+    1-bit Adam has them in both phases: the ages of its moments, and here a parameter.
     """
     torch._dynamo.reset()
     ends = []
     for way in (fn.donate, lambda update: torch.compile(fn.donate(update), fullgraph=True)):
         params = [torch.full(shape, 0.5, dtype=torch.float64) for shape in [(3,), ()]]
-        tx = fn.onebit_adam(0.1, axis="data", bias_correction=True)
+        tx = fn.onebit_adam(0.1, axis="data")
         state = tx.init(params)
         warm_up, compressed = way(tx.update(Phase.WARMUP)), way(tx.update(Phase.COMPRESSED))
         for t in range(4):

@@ -37,7 +37,7 @@ def trained(take, **options) -> tuple[list[str], float, float]:
 
 def serial(model: torch.nn.Module, **options) -> fn.Optimizer:
     with fn.bind({"data": dist.group.WORLD}):
-        make = partial(fn.onebit_adam, axis="data", bias_correction=True, max_step=None)
+        make = partial(fn.onebit_adam, axis="data", max_step=None)
         return fn.Optimizer(model.named_parameters(), make, schedule=fn.freeze_after(WARM_UP), **options)
 
 

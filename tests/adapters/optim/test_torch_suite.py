@@ -35,7 +35,7 @@ class Onebit(AdamW):
 
     @staticmethod
     def transform(**hyper: Any) -> fn.Transform:
-        return fn.onebit_adam(axis="data", bias_correction=True, **hyper)
+        return fn.onebit_adam(axis="data", **hyper)
 
     def __init__(self, params: Any, **more: Any):
         super().__init__(params, **more)

@@ -265,10 +265,7 @@ def _jumps(core: Core, unit: Any) -> Iterator[tuple[str, tuple[float, int, int, 
     is_first = not any(int(bound.rank) for bound in core.binding.axes.values())
     members = [p for group in unit.groups for p in pieces(group["params"])]
     names = [f"parameter {name}" for group in unit.groups for name in names_of(group)]
-    eps, corrected = float(unit.hyper.get("eps") or 0.0), bool(unit.hyper.get("bias_correction"))
-    weights = [1.0, 1.0]
-    if corrected and (found := roles.find(unit.state, "weights")):
-        weights = [float(on_host(x)) for x in found[:2]]
+    eps = float(unit.hyper.get("eps") or 0.0)
     for mu_tree, nu_tree in zip(firsts, seconds, strict=False):
         mus, nus = tree.leaves(mu_tree), tree.leaves(nu_tree)
         of_params = [mu.shape for mu in mus] == [p.shape for p in members]
@@ -277,9 +274,8 @@ def _jumps(core: Core, unit: Any) -> Iterator[tuple[str, tuple[float, int, int, 
         named = names if of_params else [f"shard {i} of this rank" for i in range(len(mus))]
         for name, mu, nu in zip(named, mus, nus, strict=True):
             if mu.numel() and mu.shape == nu.shape:
-                # Corrected as the step was, whose direction is m / w1 over sqrt(v / w2) + eps.
-                size = (mu / weights[0]).abs()
-                steps = over_root(size, nu / weights[1], eps).nan_to_num_(0.0)
+                size = mu.abs()
+                steps = over_root(size, nu, eps).nan_to_num_(0.0)
                 far = steps > FAR
                 # With eps = size / ORDINARY no element moves by more than ORDINARY, whatever its second moment is.
                 yield name, (float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY)

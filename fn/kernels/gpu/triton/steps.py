@@ -86,7 +86,7 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, 
 
 
 @kernel
-def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2, max_step, max_momentum, n,
+def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, max_step, max_momentum, n,
                   blocks, segments, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
                   COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, if so wanted.
@@ -94,7 +94,7 @@ def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, 
     addresses: of params, mu, nu, copies.
     """
     r, first, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2, max_step)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, max_step)
     start, inside = piece_of(tensor + 4, r, offset, length, ALIGNED)
     p, mu = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, tl.float32, ALIGNED)
     nu, copy = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, C, ALIGNED)
@@ -131,12 +131,12 @@ def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZ
 
 
 @kernel
-def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, c1, c2, max_step, max_momentum, n, blocks,
+def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, max_step, max_momentum, n, blocks,
                  P: tl.constexpr, G: tl.constexpr, FROZEN: tl.constexpr, ALIGNED: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step. addresses: of params, gradients, mu, nu."""
     _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2, max_step)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, max_step)
     p, g = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, G, ALIGNED)
     mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
     if length == BLOCK:
@@ -171,14 +171,14 @@ def into_block(addresses, count, start, share, b1, b2, rest2, descent, length, p
 
 
 @kernel
-def adamw_into_kernel(addresses, table, peaks, rows, share, b1, b2, rest2, eps, weight_decay, lr, c1, c2, max_step, n,
+def adamw_into_kernel(addresses, table, peaks, rows, share, b1, b2, rest2, eps, weight_decay, lr, max_step, n,
                       blocks, FROZEN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step with the mean of gradients, elsewhere; peaks (blocks, 2), of mean and new params.
 
     addresses: of the old param, mu and nu, of the new ones, without nu where it is frozen, of all gradients.
     """
     _, _, _, length, _, offset = block_of(table, n, blocks, ALIGNED)
-    descent, peaks = (eps, weight_decay, lr, c1, c2, max_step), peaks + 2 * tl.program_id(0).to(tl.int64)
+    descent, peaks = (eps, weight_decay, lr, max_step), peaks + 2 * tl.program_id(0).to(tl.int64)
     if length == BLOCK:
         into_block(addresses, rows, offset, share, b1, b2, rest2, descent, length, peaks, FROZEN, ALIGNED, True, BLOCK)
     else:
@@ -199,31 +199,23 @@ def magnitude_kernel(addresses, table, peaks, n, blocks, G: tl.constexpr, BLOCK:
 # the functions of the table
 
 
-def descent_of(
-    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float
-) -> tuple[float, ...]:
-    """Return the numbers that `rules.adamw` takes behind the moments."""
-    return floats(eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)
-
-
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
-    max_momentum: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_`."""
     lists = lists_of(params, grads, mu, nu, block=launch_of(adamw_kernel).block, P=params, G=grads)
     if lists is None:
         return NotImplemented
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
-    args = lists.addresses, lists.row.table, *floats(b1, b2, 1 - b2), *descent, float(max_momentum), *lists.row.sizes
+    numbers = floats(b1, b2, 1 - b2, eps, weight_decay, lr, max_step, max_momentum)
+    args = lists.addresses, lists.row.table, *numbers, *lists.row.sizes
     launch(adamw_kernel, params[0], lists.row.blocks, *args, **lists.constants, FROZEN=frozen)
     return None
 
 
 def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float, frozen: bool,
+    weight_decay: float, lr: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_into_`."""
     lists = lists_of(*([x] for x in (*old, *new, *rows)))
@@ -231,7 +223,7 @@ def adamw_into_(
         return NotImplemented
     peaks = torch.empty((lists.row.blocks, 2), dtype=torch.float32, device=new[0].device)
     mean = len(rows), 1.0 / len(rows)
-    numbers = *floats(b1, b2, 1 - b2), *descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    numbers = floats(b1, b2, 1 - b2, eps, weight_decay, lr, max_step)
     args = lists.addresses, lists.row.table, peaks, *mean, *numbers, *lists.row.sizes
     launch(adamw_into_kernel, new[0], len(peaks), *args, **lists.constants, FROZEN=frozen)
     # (blocks, 2) -> (2,)
@@ -269,8 +261,8 @@ def momentum_encode(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float,
+    keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`."""
     if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
@@ -282,7 +274,7 @@ def onebit_adam_(
         return NotImplemented
     bits = evenly(bits)
     table, valid, *sizes = lists.row.segments(valid)
-    numbers = *descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step), float(max_momentum)
+    numbers = floats(eps, weight_decay, lr, max_step, max_momentum)
     args = lists.addresses, table, valid, bits, scales.contiguous(), *numbers, *sizes, *messages(bits)
     constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies)}
     launch(onebit_kernel, bits, bits.shape[0] * lists.row.blocks, *args, **lists.constants, **constants)
