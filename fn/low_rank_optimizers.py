@@ -74,7 +74,7 @@ def powersgd_adamw(
 
 
 def dion(
-    lr: float | Tensor = 0.01,
+    lr: float | Tensor = 0.04,
     momentum: float = 0.95,
     weight_decay: float = 0.01,
     *,
@@ -110,8 +110,8 @@ def dion(
         0.450 -> 0.021
 
     Args:
-        lr: of matrices, a float or a 0-d tensor; start with AdamW's rate times 3. adamw_rate: AdamW's learning rate, as
-            a multiple of it.
+        lr: of matrices, a float or a 0-d tensor; start with AdamW's rate times 3, at most 0.04. adamw_rate: AdamW's
+            learning rate, as a multiple of it.
         labels: which tensors are "hidden", Dion's, and which "other", averaged exactly for AdamW:
             `fn.labels_of(model)`, which leaves it embeddings and the head. None: all tensors of two dimensions and more
             are Dion's, for their shapes do not tell.

@@ -80,8 +80,8 @@ def muon(
         >>> tx = fn.owned(fn.partition(kinds, kind_of), "data", codec=fn.int8(), feedback=fn.classic())
 
     Args:
-        lr: of matrices, a float or a 0-d tensor; start with AdamW's rate times 2 where scale="rms_norm". other_rate:
-            the rate of the others, as a multiple of it.
+        lr: of matrices, a float or a 0-d tensor; start with 0.02. other_rate: the rate of the others, as a multiple of
+            it.
         momentum, scale, dtype: as for `scale_by_muon`; with scale="rms_norm" a rate of AdamW fits both kinds.
         weight_decay: of all tensors, decoupled.
         axis: the ranks that train together; None for none.
@@ -137,7 +137,7 @@ def muon(
 
 
 def sign_muon(
-    lr: float | Tensor = 0.01,
+    lr: float | Tensor = 0.04,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     *,
@@ -179,8 +179,8 @@ def sign_muon(
         >>> tx = fn.chain(fn.local_momentum(0.1), vote, step, fn.scale_by_learning_rate(0.01))
 
     Args:
-        lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with AdamW's
-            rate times 4. momentum: mu. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 4, at most 0.04, for with scale="rms_norm" a number
+            moves by about 0.2 lr. momentum: mu. weight_decay: decoupled.
         axis: the ranks that train together.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
             their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where

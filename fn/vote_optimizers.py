@@ -16,7 +16,7 @@ from fn.transforms.skip_nonfinite import skip_nonfinite
 
 
 def lion_vote(
-    lr: float | Tensor = 1e-4,
+    lr: float | Tensor = 3e-3,
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float = 0.0,
@@ -45,8 +45,8 @@ def lion_vote(
         tensor([ 2.5000, -1.1000,  1.1000])
 
     Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 0.3. b1, b2: as for `scale_by_lion`. weight_decay:
-            decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 0.3, at most 0.006. b1, b2: as for `scale_by_lion`.
+            weight_decay: decoupled.
         axis: the ranks that train together. ties: as for `ballots`.
         servers: True is the majority, in one bit both ways. False is the mean of the votes, which each rank sends to
             all others.

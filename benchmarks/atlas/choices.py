@@ -119,16 +119,12 @@ def factors(rows: Sequence[Row], method: str) -> dict[str, float]:
 
 
 def rates(rows: Sequence[Row]) -> str:
-    """Return where to start with the learning rate: for each method of the core a factor on AdamW's tuned rate."""
-    head = ["method", "start with AdamW's times", *(f"tuned, {task}" for task in RATE_TASKS)]
+    """Return each core method's tuned learning rate on each task, as a multiple of AdamW's."""
+    head = ["method", *RATE_TASKS]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for name, method in CORE.items():
         if name != BASE and method.family != "baseline" and set(method.tasks) & set(RATE_TASKS):
             own = factors(rows, name)
-            cells = [
-                name,
-                f"{start(rows, name):g}",
-                *(two_digits(own[task]) if task in own else "" for task in RATE_TASKS),
-            ]
+            cells = [name, *(two_digits(own[task]) if task in own else "" for task in RATE_TASKS)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

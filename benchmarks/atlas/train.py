@@ -12,8 +12,8 @@ from torch.func import grad_and_value
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fn
-from benchmarks.atlas.methods import METHODS
-from benchmarks.atlas.tasks import TASKS, Score, rate, tree_mean
+from benchmarks.atlas.methods import METHODS, Method
+from benchmarks.atlas.tasks import TASKS, Score, Task, rate, tree_mean
 
 
 class Run(NamedTuple):
@@ -27,13 +27,15 @@ class Run(NamedTuple):
     lr: float
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run, task: Task | None = None, method: Method | None = None) -> dict[str, Any]:
     """Train afresh; return the run with its `Score`, the bytes that a rank sent, and its seconds.
 
     Losses are None where they are not finite.
+
+    Args: task, method: those of the atlas that have the run's names, if None.
     """
     torch.set_num_threads(1)
-    method, task = METHODS[run.method], TASKS[run.task].make()
+    method, task = method or METHODS[run.method], task or TASKS[run.task].make()
     workers = 1 if method.alone else run.workers
     params, lr = task.params(run.seed), torch.tensor(0.0)
     tx, schedule = method.make(lr=lr, axis="data"), method.schedule(run.steps)

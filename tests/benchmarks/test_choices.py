@@ -1,28 +1,47 @@
-"""What docstrings and pages say of the learning rate is what the atlas measured."""
+"""What docstrings say of the learning rate is what was measured."""
 
 from __future__ import annotations
 
-import re
+import json
+import math
 
 import pytest
 
 import fn
+from benchmarks import first_hour, report
 from benchmarks.atlas import choices, runs
 from benchmarks.atlas.methods import METHODS
 
-MADE = {name: getattr(fn, name, None) or getattr(fn.contrib, name, None) for name in METHODS}
-NAMED = {name: name for name, method in METHODS.items() if MADE[name] and name != "adamw" and method.tasks}
-NAMED |= {"muloco": "muloco, 2 bits"}
-MADE["muloco"] = fn.muloco
-"""By the name of an optimizer: its row of the atlas, of those that have run."""
+CONTRIB = [name for name, method in METHODS.items() if name in dir(fn.contrib) and method.tasks]
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_docstring_says_which_learning_rate_to_start_with(name: str) -> None:
-    said = re.search(r"start with AdamW's rate(?: times (\d+(?:\.\d+)?))?", " ".join(MADE[name].__doc__.split()))
-    assert said is not None
-    assert float(said[1] or 1) == choices.start(runs.read(runs.FULL), NAMED[name])
+@pytest.mark.parametrize("name", CONTRIB)
+def test_a_docstring_in_contrib_has_the_factor_of_the_atlas(name: str) -> None:
+    said, rate = first_hour.advice(getattr(fn.contrib, name).__doc__)
+    assert "AdamW" in said
+    assert math.isclose(rate(1.0), choices.start(runs.read(runs.FULL), name))
 
 
-def test_every_optimizer_has_a_factor() -> None:
-    assert len(NAMED) >= 16
+@pytest.mark.parametrize("name", first_hour.METHODS)
+def test_the_first_hour_ran_with_the_rates_that_core_docstrings_recommend(name: str) -> None:
+    rows = json.loads((report.RESULTS / "first_hour.json").read_text())["rows"]
+    for task in first_hour.TASKS:
+        (base, _) = first_hour.tuned_rate(rows, task, first_hour.TASKS[task].batches[0])
+        assert base is not None
+        for lr in (first_hour.default_rate(name), first_hour.recommended_rate(name, base)):
+            own = [row for row in rows if (row["task"], row["method"], row["lr"]) == (task, name, lr)]
+            assert len({row["seed"] for row in own}) >= 3
+
+
+def test_the_search_comes_before_the_methods() -> None:
+    wanted = first_hour.missing([], [("names", 32)], ["adamw", "muon"], 3)
+    assert {run.method for run, _ in wanted} == {"adamw"}
+    assert {run.seed for run, _ in wanted} == {first_hour.TUNED_ON}
+
+
+def test_both_tasks_are_learned() -> None:
+    pytest.importorskip("sklearn")
+    for name, setting in first_hour.TASKS.items():
+        task = setting.make(setting.batches[0])
+        run = first_hour.Run(name, "adamw", first_hour.WORKERS, 1, 20, 0.01)
+        assert first_hour.take(run, setting.batches[0])["loss"] < task.score(task.params(1)).loss - 0.1
