@@ -113,8 +113,8 @@ def onebit_lamb(
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
-    Differs: mu / (sqrt(nu) + eps) of the compressed phase is clamped to 3. Without a clamp it diverged at a rate of 0.03
-        on two convolutional networks, where LAMB trained.
+    Differs: mu / (sqrt(nu) + eps) of the compressed phase is clamped to 3. Without a clamp it diverged at a rate of
+        0.03 on two convolutional networks, where LAMB trained.
     """
     sync = average_in_codes(axis, codec, feedback, "fused", servers)
     hyper = {"max_coeff": max_coeff, "factor_max": factor_max, "max_step": 3.0}

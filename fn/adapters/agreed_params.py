@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit
+from fn.adapters.optim.core import Core, Unit, versions_of
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
 
@@ -60,9 +60,10 @@ def agreed_params(optimizer: Core) -> Iterator[None]:
     if optimizer.refused != LENT:
         optimizer.check_free("agreed_params")
     before, kept = optimizer.refused, list[tuple[Tensor, Tensor]]()
+    clean = [unit for unit in optimizer.units if unit.versions and unit.versions == versions_of(unit)]
     try:
         with torch.no_grad():
-            pairs = _agreed(optimizer)
+            pairs = agreed_pairs(optimizer)
             # Kept before the first write, so that `finally` has all of them, whenever an exception comes.
             kept = [(p, p.clone()) for p, _ in pairs]
             with optimizer.writing():
@@ -74,13 +75,15 @@ def agreed_params(optimizer: Core) -> Iterator[None]:
         with torch.no_grad(), optimizer.writing():
             for p, x in kept:
                 p.copy_(x)
+        for unit in clean:  # what is put back is no other hand's
+            unit.versions = versions_of(unit)
         optimizer.refused = before
 
 
 LENT = "fn.adapters.agreed_params puts this rank's own params back at its end; leave that context first"
 
 
-def _agreed(core: Core) -> list[tuple[Tensor, Tensor]]:
+def agreed_pairs(core: Core) -> list[tuple[Tensor, Tensor]]:
     """Return the params of this rank's own, each with what all ranks agree on in its place."""
     pairs = []
     for unit, state in zip(core.units, core.states, strict=True):

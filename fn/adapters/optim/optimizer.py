@@ -24,8 +24,9 @@ from fn.adapters.optim.core import (
     land,
     skipped,
     stage_exchange,
+    versions_of,
 )
-from fn.adapters.optim.hooks import agree, watch
+from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.arguments import check_is_transform
@@ -195,12 +196,14 @@ class Optimizer(Core):
             agree.check_paths(unit.state)
             agree.check_start(self.axes, unit, len(self.units))
         self.states  # noqa: B018  # means that are on their way know the places of the leaves that there were
+        unit.versions, unit.has_copies = versions_of(unit), bool(tree.leaves(roles.find(unit.state, "copies")))
         self.units.append(unit)
         self.updates.clear()
 
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
         refuse_thawed(self.untrained)
+        written.follow_params(self)
         for g, unit in enumerate(self.units):
             for group, rate in zip(unit.groups, unit.rates, strict=True):
                 groups.check_writable(group, g)
@@ -348,7 +351,7 @@ class Optimizer(Core):
     def remake(self) -> None:
         """Make all transforms anew, from what the param groups hold."""
         for unit in self.units:
-            unit.transform = self.made(unit.groups, unit.rates)
+            unit.transform, unit.versions = self.made(unit.groups, unit.rates), versions_of(unit)
         self.updates.clear()
 
 

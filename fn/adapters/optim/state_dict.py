@@ -147,6 +147,8 @@ def restore(
     core.refused = ""
     core.staged.clear()
     core.updates.clear()
+    for unit in core.units:  # the params of the same checkpoint are loaded before or behind this
+        unit.versions, unit.met = [], set()
 
 
 def marks_of(core: Core) -> dict[str, str]:

@@ -145,6 +145,15 @@ def check_islands(core: Core) -> None:
         _compare_params([axis for axis in core.axes if axis in inside], dict(enumerate(core.param_groups)), cure)
 
 
+def check_same_params(core: Core) -> None:
+    """Refuse a first step from params that differ, for they were written behind the construction. All ranks call it."""
+    cure = "they were written after the optimizer was made: load the same ones on all ranks"
+    for place, unit in enumerate(core.units):
+        facts = facts_of(unit.transform)
+        axes = [axis for axis in core.axes if facts.silent or axis in facts.axes]
+        _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
+
+
 def _compare_params(axes: Sequence[str], groups: Mapping[int, Mapping[str, Any]], cure: str) -> None:
     """Compare the numbers of parameters over some axes. Args: groups: by their places. cure: what to do."""
     if not axes:
