@@ -120,7 +120,8 @@ class Core(torch.optim.Optimizer):
         self.flights: list[Flight] = []
         self.background = Background()  # what means travel on
         self.refused = ""  # why nothing may be stepped or saved
-        self.warned = False  # of params that something else wrote
+        self.has_begun = False  # whether ranks have compared params that something else wrote before the first step
+        self.warned = False  # of params that something else wrote later
         super().__init__(params, defaults)
 
     @torch.no_grad()

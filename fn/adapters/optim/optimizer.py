@@ -203,7 +203,8 @@ class Optimizer(Core):
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
         refuse_thawed(self.untrained)
-        written.follow_params(self)
+        with self.binding:  # an overlap comes here from the backward pass
+            written.follow_params(self)
         for g, unit in enumerate(self.units):
             for group, rate in zip(unit.groups, unit.rates, strict=True):
                 groups.check_writable(group, g)

@@ -18,6 +18,7 @@ from fn.adapters.optim.core import Core, Unit, device_of, versions_of
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.hooks.agree import check_same_params
 from fn.collectives.agreement import gather_values
+from fn.collectives.profiling import Watchers, watched_by
 
 
 def follow_params(core: Core) -> None:
@@ -29,14 +30,18 @@ def follow_params(core: Core) -> None:
     Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ.
     """
     written = [places_in(unit) for unit in core.units]
-    if core.steps == 0:
+    if core.steps == 0 and not core.has_begun:
         wrote = any(written)
-        for axis in core.wires:
-            wrote = any(gather_values(wrote, axis, device_of(core)))
+        with watched_by(Watchers()):  # which no ledger counts
+            for axis in core.wires:
+                wrote = any(gather_values(wrote, axis, device_of(core)))
+            if wrote:
+                check_same_params(core)
         if wrote:
-            check_same_params(core)
             for unit in core.units:
                 start_anew(unit)
+                unit.versions = versions_of(unit)
+        core.has_begun = True  # an overlap comes here behind the backward pass, and the step once more
     elif any(places for places, unit in zip(written, core.units, strict=True) if unit.has_copies):
         apart = core_apart(core)
         for places, unit in zip(written, core.units, strict=True):
