@@ -273,13 +273,13 @@ def test_a_bad_gradient_on_any_rank_moves_nothing(optimizer, phase, bad, rank):
 def whole(moments: list, params: dict, world: int) -> list[dict]:
     """Return moments like the params; those of `sharded` are the rows of a vector, one on each rank.
 
-    Of a partition each label has a list, of which the first tensor here is the embedding's, and the second other's.
+    Of a partition each label has a list with a tensor, which is told by its shape.
     Owned tensors are zeros on all simulated ranks but one.
     """
     found = []
     if len(moments) == len(params) and all(type(m) is list and len(m) == 1 for m in moments):
-        one_each = [m[0].sum(0) if m[0].ndim > p.ndim else m[0] for m, p in zip(moments, params.values(), strict=True)]
-        return [dict(zip(params, one_each, strict=True))]
+        of = {name: next(m[0] for m in moments if m[0].shape[-p.ndim :] == p.shape) for name, p in params.items()}
+        return [{name: m.sum(0) if m.ndim > params[name].ndim else m for name, m in of.items()}]
     for m in moments:
         if not isinstance(m, dict):
             plans = (buckets(list(params.values()), world, align, "flat")[0] for align in (2, 8))

@@ -61,7 +61,8 @@ def gradients(t: int, world: int, n: int, dtype: torch.dtype, layout: str) -> to
 
 
 def expected(world: int, n: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    loop = oracle.OnebitAdam([start(n, dtype, layout).double().numpy()], world, LR, **HYPER, max_step=1.0)
+    named = {"max_step": 1.0, "bias_correction": True}
+    loop = oracle.OnebitAdam([start(n, dtype, layout).double().numpy()], world, LR, **HYPER, **named)
     for t, phase in enumerate(PHASES):
         g = gradients(t, world, n, dtype, layout).double().numpy()
         loop.step([[each] for each in g], phase is Phase.COMPRESSED)

@@ -39,7 +39,7 @@ def test_weight_decay_of_one_bit_adam_is_decoupled():
     updates, _ = decoupled.warmup_update(zero, decoupled.init(p), p)
     torch.testing.assert_close(updates[0], torch.full((3,), -0.05))
     updates, _ = coupled.warmup_update([0.5 * p[0]], coupled.init(p), p)
-    torch.testing.assert_close(updates[0], torch.full((3,), -0.1 * 0.1 / 0.001**0.5))
+    torch.testing.assert_close(updates[0], torch.full((3,), -0.1))
 
 
 def test_the_first_batch_of_one_bit_adam_is_not_dropped():
@@ -56,7 +56,7 @@ def test_the_first_batch_of_one_bit_adam_is_not_dropped():
     p = [torch.ones(3)]
     tx = fn.onebit_adam(0.1, axis="data")
     updates, _ = tx.warmup_update([torch.ones(3)], tx.init(p), p)
-    torch.testing.assert_close(updates[0], torch.full((3,), -0.1 * 0.1 / 0.001**0.5))
+    torch.testing.assert_close(updates[0], torch.full((3,), -0.1))
 
 
 def run(tx: fn.Transform, params: torch.Tensor, phases: list[Phase], gradients: torch.Tensor) -> tuple:
@@ -86,7 +86,7 @@ def test_locos_scale_follows_the_gradient():
         assert torch.equal(given, torch.full((16,), 0.875))
         _, state = run(fn.loco_adamw(axis="data"), torch.zeros(16), [Phase.COMPRESSED], g)
         (mu,) = tree.leaves(tree.fields(state, "mu"))
-        torch.testing.assert_close(mu.flatten(), torch.full((16,), 0.1 * 0.875 * magnitude))
+        torch.testing.assert_close(mu.flatten(), torch.full((16,), 0.875 * magnitude))
 
 
 def test_unused_elements_of_sharded_one_bit_adam_travel_and_do_not_move():

@@ -292,7 +292,7 @@ class Many:
 LISTED: dict[Any, Callable[..., Any]] = {
     torch.add: torch._foreach_add, torch.sub: torch._foreach_sub, torch.mul: torch._foreach_mul,
     torch.div: torch._foreach_div, torch.neg: torch._foreach_neg, torch.sqrt: torch._foreach_sqrt,
-    torch.sign: torch._foreach_sign, torch.lerp: torch._foreach_lerp,
+    torch.sign: torch._foreach_sign, torch.lerp: lambda start, end, weight: _lerp(start, end, weight),
 }  # fmt: skip
 """torch's functions of lists, by those of a tensor; all others are called tensor by tensor."""
 
@@ -302,8 +302,15 @@ OVER: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 """Those that write over their first list. `clamped` needs a limit and its negative."""
 
-WITH_TENSORS = (torch.mul, torch.div)
+WITH_TENSORS = (torch.mul, torch.div, torch.lerp)
 """Those that take a 0-d tensor in place of a list."""
+
+
+def _lerp(start: list[Tensor], end: list[Tensor], weight: float | Tensor) -> Any:
+    """Return `torch.lerp` of lists; a weight on a device is one number for all, which lists take as one a tensor."""
+    if isinstance(weight, Tensor):
+        return torch._foreach_lerp(start, end, [weight.to(x.dtype).expand_as(x) for x in start])
+    return torch._foreach_lerp(start, end, weight)
 
 
 def kept_at_zero(m: Many, v: Many, instead: float, zero: float) -> Many:

@@ -46,8 +46,9 @@ def quotient(a: Number, b: Number) -> Number:
 
 def lerp(start: Number, end: Number, weight: Number) -> Number:
     """Return start + weight (end - start), from the nearer end, rounded once: moving averages are lerp(new, old, b)."""
-    # torch takes a tensor of no other dtype
-    return torch.lerp(start, end, weight.to(start.dtype) if isinstance(weight, torch.Tensor) else weight)
+    if isinstance(start, torch.Tensor) and isinstance(weight, torch.Tensor):
+        weight = weight.to(start.dtype)  # torch takes no other; lists do so themselves
+    return torch.lerp(start, end, weight)
 
 
 def plus(a: Number, b: Number, weight: Number) -> Number:

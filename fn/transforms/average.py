@@ -349,7 +349,7 @@ def _in_codes(
             means: dict[int, Tensor] = {}
             worker, server = [], []
             vectors = arrange(leaves)
-            leaves = _in_one_dtype(leaves, vectors)
+            dtypes, leaves = [leaf.dtype for leaf in leaves], _in_one_dtype(leaves, vectors)
             if lengths := {len(errors) for errors in state} - {len(vectors)}:
                 wanted, got = f"errors of the {len(vectors)} vectors that the updates make", f"{lengths.pop()}"
                 raise ValueError(expected("state", wanted, got, "a state belongs to the params that init got"))
@@ -359,7 +359,8 @@ def _in_codes(
                 consume = layouts.is_fresh(x, leaves, bucket)  # else x is the caller's memory
                 mean, errors = mean_of(x, (worker_error, server_error), bucket.segments, consume)
                 del x  # as large as what is split
-                means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
+                parts = zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True)
+                means.update((i, part.to(dtypes[i])) for i, part in parts)
                 worker.append(errors[0])
                 server.append(errors[1])
             return layouts.restore(structure, means), ErrorFeedbackState(tuple(worker), tuple(server))

@@ -202,8 +202,8 @@ def sharded(
             params, because the master copy loses nothing.
         master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
             updates. None: where the params are in half precision. If something writes into params between steps,
-            such as a model's `load_state_dict`, the master follows, unless `gather` is given: params in codes
-            differ from the master anyway.
+            such as a model's `load_state_dict`, the master follows; with `gather`, whose params in codes
+            differ from the master anyway, only before the first step of an `fn.Optimizer`.
         layout: as for `compressed_average`. With "flat" and "fused" the inner sees a list of vectors, one per (dtype,
             device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work. All
             pieces are vectors: a mask by `ndim` is made from the params outside, as a tree of bools.

@@ -125,10 +125,10 @@ def test_the_errors_are_those_of_the_state_and_of_the_momentum() -> None:
     own = tree.leaves(tree.fields(opt.states, "server"))
     norm = torch.cat([e.double() for e in [*new, *own]]).norm()
     assert found[-1].error_norm == pytest.approx(float(norm), rel=1e-5)
-    encoded = 0.0
+    encoded, share = 0.0, 0.1 / (1 - 0.9**5)  # of the fifth gradient in a momentum that is bias-corrected
     for m, p, e in zip(mu, params, old, strict=True):
         x = torch.zeros(e.shape)
-        x[: m.numel()] = (0.9 * m + 0.1 * p.grad).flatten()
+        x[: m.numel()] = (m + share * (p.grad - m)).flatten()
         encoded += float((x.double() + e.double()).square().sum())
     lost = torch.cat([e.double() for e in new]).norm()
     assert found[-1].compression_error == pytest.approx(float(lost) / encoded**0.5, rel=1e-4)

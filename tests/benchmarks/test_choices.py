@@ -43,5 +43,5 @@ def test_both_tasks_are_learned() -> None:
     pytest.importorskip("sklearn")
     for name, setting in first_hour.TASKS.items():
         task = setting.make(setting.batches[0])
-        run = first_hour.Run(name, "adamw", first_hour.WORKERS, 1, 20, 0.01)
+        run = first_hour.Run(name, "adamw", first_hour.WORKERS, 1, 60, 0.01)
         assert first_hour.take(run, setting.batches[0])["loss"] < task.score(task.params(1)).loss - 0.1

@@ -150,7 +150,7 @@ def test_feedback_and_codecs_of_ones_own_take_the_pure_steps(make, name):
     for answer in case.answer("taken"):
         ours, theirs = answer[make.__name__, name]
         for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # a code may flip
 
 
 def undelivered(opt, feedback):

@@ -107,11 +107,10 @@ def test_a_shard_that_is_not_finite_is_nan_for_all_ranks_to_see():
     assert found.isnan().tolist() == [[i >= 32 for i in range(64)]] * 2
 
 
-@pytest.mark.parametrize("lr", [0.03, 3.0])  # steps that change the sign, too
-def test_half_precision_params_are_the_rounded_master_which_follows_float32_adamw(lr):
+def test_half_precision_params_are_the_rounded_master_which_follows_float32_adamw():
     params = start(torch.bfloat16)
-    shards = World(fn.sharded(adam(lr), "data", layout="per_tensor"), params, 2)
-    precise = World(fn.chain(fn.average("data"), adam(lr)), tree.map(torch.Tensor.float, params), 2)
+    shards = World(fn.sharded(adam(), "data", layout="per_tensor"), params, 2)
+    precise = World(fn.chain(fn.average("data"), adam()), tree.map(torch.Tensor.float, params), 2)
     for _ in range(20):
         g = gradients(2, params)
         shards.step(Phase.WARMUP, g)

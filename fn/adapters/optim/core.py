@@ -51,8 +51,7 @@ class Unit:
     transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
     learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
     tuples of lists, one for each group, or the list of a single one. state: live buffers. has_copies: whether it
-    has copies of params. versions: of the params, as fn left them; [] where that is not known. met: the places of
-    params that have not moved since an exchange made them the same as their copies.
+    has copies of params. versions: of the params, as fn left them; [] where that is not known.
     """
 
     transform: Transform
@@ -63,7 +62,6 @@ class Unit:
     state: Tree = ()
     has_copies: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
-    met: set[int] = field(default_factory=set)
 
     @property
     def params(self) -> Tree:
@@ -120,7 +118,8 @@ class Core(torch.optim.Optimizer):
         self.flights: list[Flight] = []
         self.background = Background()  # what means travel on
         self.refused = ""  # why nothing may be stepped or saved
-        self.warned = False  # of params that something else wrote
+        self.has_begun = False  # whether ranks have compared params that something else wrote before the first step
+        self.warned = False  # of params that something else wrote later
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -144,7 +143,7 @@ class Core(torch.optim.Optimizer):
             self.follow_groups()
             phase = self.now = self.next_phase
             self.moved = take(self, phase)
-        note_written(self, *(set[int]() for _ in self.units))
+        note_written(self)
         # Counted before the exchange: the local step has been taken, also if the exchange fails.
         self.steps += 1
         if isinstance(phase, Round) and phase != Round():
@@ -408,7 +407,6 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     # The state is written first, so `rounded_into` copies new params aside that lie in its memory.
     write_state, write_params = written_into(before, kept), rounded_into(params, new, before)
     held = core.held()
-    met = [same_as_copies(x, state) for x, state in zip(new, states, strict=True)]
 
     def commit() -> None:
         with core.writing():
@@ -416,7 +414,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
             write_params()
             for x, numbers in held:
                 x.copy_(numbers)
-        note_written(core, *met)
+        note_written(core)
         if end is not None and not at_once:
             core.flights[:] = [other for other in core.flights if other.number != end]
         core.flights += [flight] if flight else []
@@ -429,16 +427,10 @@ def versions_of(unit: Unit) -> list[tuple[int, int]]:
     return [(x.untyped_storage()._cdata, x._version) for x in tree.leaves(unit.params)]
 
 
-def note_written(core: Core, *met: set[int]) -> None:
-    """Note that fn has written the params last. met: of each unit, where it changes."""
-    for unit, places in zip(core.units, met or [unit.met for unit in core.units], strict=True):
-        unit.met, unit.versions = places, versions_of(unit) if unit.has_copies else []
-
-
-def same_as_copies(params: Tree, state: Tree) -> set[int]:
-    """Return the places of new params that are copies in a new state, as behind an exchange of whole params."""
-    copies = {id(x) for x in tree.leaves(roles.find(state, "copies"))}
-    return {i for i, x in enumerate(tree.leaves(params)) if id(x) in copies}
+def note_written(core: Core) -> None:
+    """Note that fn has written the params last."""
+    for unit in core.units:
+        unit.versions = versions_of(unit) if unit.has_copies else []
 
 
 def nothing() -> None:

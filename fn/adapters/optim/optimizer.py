@@ -30,7 +30,7 @@ from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.arguments import check_is_transform
-from fn.base import Guarded, Phase, Round, Transform, facts_of
+from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
@@ -203,7 +203,7 @@ class Optimizer(Core):
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
         refuse_thawed(self.untrained)
-        with self.binding:
+        with self.binding:  # an overlap comes here from the backward pass
             written.follow_params(self)
         for g, unit in enumerate(self.units):
             for group, rate in zip(unit.groups, unit.rates, strict=True):
@@ -219,10 +219,12 @@ class Optimizer(Core):
 
     def check_phase(self, phase: Phase) -> None:
         """Refuse a phase that leaves out an average of those before it, where only the schedule itself knew of it."""
-        self.taken.add(phase)
         for unit in self.units:
-            if problem := gradients.apart_in(unit.transform, self.taken):
-                raise RefusedByAll(problem)
+            # A phase that a transform lacks is refused by name when its update is asked for.
+            apart = gradients.apart_in(unit.transform, {*self.taken, phase})
+            if apart and has_phase(unit.transform, phase):
+                raise RefusedByAll(apart)
+        self.taken.add(phase)
 
     def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
         """Raise the error that a step would raise if a param group of a unit held these entries."""

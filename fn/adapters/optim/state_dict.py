@@ -148,7 +148,7 @@ def restore(
     core.staged.clear()
     core.updates.clear()
     for unit in core.units:  # the params of the same checkpoint are loaded before or behind this
-        unit.versions, unit.met = [], set()
+        unit.versions = []
 
 
 def marks_of(core: Core) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
 from fn.collectives.feedback import Counted, Off
 from fn.errors import expected
@@ -19,9 +20,6 @@ Tree = Any
 TIES = ("alternate", "even", "plus")
 """How a zero may vote."""
 
-BLOCK = 64
-"""Elements that abstain together: a flag for each takes 1/64 bit an element."""
-
 EVEN = 0b01010101
 """Eight ties as they vote where the signs of even indices are +; the first element is the lowest bit."""
 
@@ -32,7 +30,8 @@ GOLDEN = 2654435769
 class Ballots(NamedTuple):
     """A payload, all of it uint8.
 
-    bits: (R, n / 8), 1 is a vote for +. cast: (R, blocks / 8), a bit for each block, 0 where it abstains.
+    bits: (R, n / 8), 1 is a vote for +. cast: a bit for each block, 0 where it abstains; (R, F / 8), for each tensor
+    begins a byte of its own.
     valid: (R, 1), 0 where a number was not finite.
     """
 
@@ -41,17 +40,17 @@ class Ballots(NamedTuple):
     valid: Tensor
 
 
-def ballots(ties: str = "alternate") -> Codec:
+def ballots(ties: str = "alternate", block: int = 64) -> Codec:
     """Send one bit per element, and no magnitude: a vote for + or for -.
 
-        C(x) = sgn(x);   C(0) = 0 in a block of 64 zeros, else +1 or -1 by turns
+        C(x) = sgn(x);   C(0) = 0 in a block of zeros, else +1 or -1 by turns
 
     With servers the mean of the ranks' votes is voted on once more, so the majority arrives. Without servers the mean
     of the votes arrives. A row with a NaN or an Inf comes back as NaN, for which each row has a byte. Use it for
     gradients or momenta where the learning rate alone sets the length of a step, and use it with `off()`: a vote leaves
     out the whole magnitude, which would make errors large.
 
-    A zero has nothing to say. Where a whole block of 64 elements of a tensor is zero (a token that this rank has not
+    A zero has nothing to say. Where a whole block of elements of a tensor is zero (a token that this rank has not
     seen, an expert without a token), the rank abstains, and others decide. Where all abstain, or all elements of a
     block are tied, 0 arrives. A zero among other numbers has to use its bit. It votes for + in half of the steps, and
     so does a server whose ranks are divided: the signs take turns, so that what is 0 or tied moves to and fro.
@@ -60,8 +59,8 @@ def ballots(ties: str = "alternate") -> Codec:
     >>> codec = fn.ballots()
     >>> codec.decode(codec.encode(torch.tensor([[3.0, -0.1, 0.0, 0.0, -2.0, 5.0, 0.2, -1.0]])))
     tensor([[ 1., -1.,  1., -1., -1.,  1.,  1., -1.]])
-    >>> codec.decode(codec.encode(torch.zeros(1, 8)))
-    tensor([[0., 0., 0., 0., 0., 0., 0., 0.]])
+    >>> codec.decode(codec.encode(torch.zeros(1, 8))).count_nonzero()
+    tensor(0)
 
     Args:
         ties: how a zero votes, and a server whose ranks are divided. "alternate": as above, at even indices for + where
@@ -69,7 +68,9 @@ def ballots(ties: str = "alternate") -> Codec:
             link such as `compressed_average`; without a count, every step is the first one. "even": always for + where
             the element's index in its tensor is even, else for -. "plus": always for +, as in signSGD. With the last
             two nothing abstains, and params drift wherever an even number of ranks disagree; they replay recorded runs.
-    Raises: ValueError if ties is none of them.
+        block: elements of a tensor that abstain together, a multiple of 8; each sends a flag, 1 / block bit an
+            element.
+    Raises: ValueError if ties is none of them, or for a block that is no multiple of 8.
 
     Paper: Bernstein et al., signSGD with majority vote is communication efficient and fault tolerant (arXiv
         1810.05291), algorithm 1; Liu et al., Distributed Lion (arXiv 2404.00438).
@@ -78,7 +79,10 @@ def ballots(ties: str = "alternate") -> Codec:
     """
     if ties not in TIES:
         raise ValueError(expected("ties", "'alternate', 'even' or 'plus'", f"{ties!r}"))
-    return _ballots(ties, None)._replace(make=partial(ballots, ties))
+    check_whole("block", block, least=8)
+    if block % 8:
+        raise ValueError(expected("block", "a multiple of 8", f"{block}"))
+    return _ballots(ties, block, None)._replace(make=partial(ballots, ties, block))
 
 
 def is_vote(codec: Codec) -> bool:
@@ -86,12 +90,12 @@ def is_vote(codec: Codec) -> bool:
     return isinstance(codec.make, partial) and codec.make.func is ballots
 
 
-def _ballots(ties: str, segments: Segments | None) -> Codec:
+def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
     @cached_plan
-    def lay_out(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int], Tensor]:
-        """Return what is real of each block (R, B), the runs, and the bytes of each block (8 B,)."""
+    def lay_out(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int], Tensor, Tensor, int]:
+        """Return what is real of each block (R, B), the runs, and what `_places` says."""
         widths, valid = segments_of(segments, rows, n, device)
-        return *tile(widths, valid.contiguous(), BLOCK), _bytes_of_blocks(widths, device)
+        return *tile(widths, valid.contiguous(), block), *_places(widths, block, device)
 
     def encode(x: Tensor, turn: Tensor | int = 0) -> Ballots:
         # (R, n) -> (R, n / 8). A zero is neither above nor below; NaN is not zero.
@@ -103,28 +107,30 @@ def _ballots(ties: str, segments: Segments | None) -> Codec:
         ends = [x.amin(1, keepdim=True), x.amax(1, keepdim=True)] if x.shape[1] else [x.new_zeros(len(x), 1)]
         # (2, R, 1) -> (R, 1)
         finite = torch.stack([end.isfinite() for end in ends]).all(0)
-        # (R, n / 8) -> (R, B, 8) -> (R, B)
-        octets = (zero == 0xFF).index_select(1, lay_out(x.shape[0], x.shape[1], x.device)[2]).unflatten(1, (-1, 8))
-        silent = octets.all(-1) if ties == "alternate" else torch.zeros_like(octets[..., 0])
-        cast = torch.ops.fn.pack_bits(torch.where(silent, -1.0, 1.0))
-        return Ballots(bits, cast, finite.to(torch.uint8))
+        _, _, octets, flags, length = lay_out(x.shape[0], x.shape[1], x.device)
+        cast = x.new_ones(len(x), length)  # (R, F)
+        if ties == "alternate":
+            # (R, n / 8) -> (R, B, block / 8) -> (R, B)
+            silent = (zero == 0xFF).index_select(1, octets).unflatten(1, (-1, block // 8)).all(-1)
+            cast = cast.index_copy(1, flags, torch.where(silent, -1.0, 1.0).to(x.dtype))
+        return Ballots(bits, torch.ops.fn.pack_bits(cast), finite.to(torch.uint8))
 
-    def scales_of(payload: Ballots, blocks: int) -> Tensor:
-        # (R, B / 8) -> (R, B): 1, or 0 in a block that abstains
-        scales = torch.ops.fn.unpack_bits(payload.cast, blocks, torch.float32).clamp(min=0)
+    def scales_of(payload: Ballots, rows: int) -> Tensor:
+        _, _, _, flags, length = lay_out(rows, 8 * payload.bits.shape[1], payload.bits.device)
+        # (R, F / 8) -> (R, F) -> (R, B): 1, or 0 in a block that abstains
+        cast = torch.ops.fn.unpack_bits(payload.cast, length, torch.float32)
+        scales = cast.index_select(1, flags).clamp(min=0)
         return torch.where(payload.valid == 1, scales, torch.nan)
 
     def decode(payload: Ballots) -> Tensor:
-        valid, runs, _ = lay_out(payload.bits.shape[0], 8 * payload.bits.shape[1], payload.bits.device)
-        scales = scales_of(payload, valid.shape[1])
-        votes: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, valid, runs)
+        valid, runs, *_ = lay_out(payload.bits.shape[0], 8 * payload.bits.shape[1], payload.bits.device)
+        votes: Tensor = torch.ops.fn.sign_decode(payload.bits, scales_of(payload, len(valid)), valid, runs)
         return votes
 
     def decode_mean(payload: Ballots) -> Tensor:
-        valid, runs, _ = lay_out(1, 8 * payload.bits.shape[1], payload.bits.device)
-        scales = scales_of(payload, valid.shape[1])
+        valid, runs, *_ = lay_out(1, 8 * payload.bits.shape[1], payload.bits.device)
         # (W, n / 8) -> (1, W, n / 8), one mean of W messages
-        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], valid, runs)
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales_of(payload, 1)[None], valid, runs)
         return mean[0]
 
     def init(x: Tensor) -> Counted:
@@ -142,16 +148,24 @@ def _ballots(ties: str, segments: Segments | None) -> Codec:
     def fused(rule: Any) -> Fused | None:
         return counting if isinstance(rule, Off) and ties == "alternate" else None
 
-    made = cached_plan(lambda s: _ballots(ties, s))
-    return Codec(encode, decode, 8, 1.0 + 1.0 / BLOCK, decode_mean, segmented=made, fused=fused)
+    made = cached_plan(lambda s: _ballots(ties, block, s))
+    return Codec(encode, decode, 8, 1.0 + 1.0 / block, decode_mean, segmented=made, fused=fused)
 
 
 @cached_plan
-def _bytes_of_blocks(widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the places of the 8 bytes of each block in a row, (8 B,); a shorter block repeats its last byte."""
-    places, first = [], 0
+def _places(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the places of each block's bytes in a row (B block / 8,), those of its flag (B,), and the flags' number F.
+
+    A shorter block repeats its last byte. Flags of a tensor begin a byte of their own, so that a message of several
+    tensors is as long as messages of one together.
+    """
+    octets: list[int] = []
+    flags: list[int] = []
+    first, length = 0, 0
     for width in widths:
-        end = first + width // 8
-        places += [min(k, end - 1) for k in range(first, first + -(-width // BLOCK) * 8)]
-        first = end
-    return torch.tensor(places, dtype=torch.int64, device=device)
+        blocks, end = -(-width // block), first + width // 8
+        octets += [min(k, end - 1) for k in range(first, first + blocks * block // 8)]
+        flags += range(length, length + blocks)
+        first, length = end, length + -(-blocks // 8) * 8
+    of_bytes, of_flags = (torch.tensor(places, dtype=torch.int64, device=device) for places in (octets, flags))
+    return of_bytes, of_flags, length

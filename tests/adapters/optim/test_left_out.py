@@ -57,7 +57,7 @@ def test_a_fragment_that_is_never_exchanged_is_warned_of_beside_one_that_is():
         for p, value in zip(params, (1.0, 0.0), strict=True):
             p.grad = torch.full_like(p, value)
         with torch.no_grad():
-            params[1].fill_(1.0)  # where its anchor is: no difference
+            params[1].data.fill_(1.0)  # where its anchor is: no difference
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step()
