@@ -189,7 +189,7 @@ METHODS = {
     "powersgd_adamw": _row(fn.powersgd_adamw, first(10)),
     "onebit_adam": _row(fn.onebit_adam, freeze(0.2)),
     "sharded_onebit_adam": _row(fn.sharded_onebit_adam, freeze(0.2)),
-    "zero_one_adam": _row(fn.zero_one_adam, lambda steps: fn.zero_one_schedule()),
+    "zero_one_adam": _row(fn.zero_one_adam, lambda steps: fn.zero_one_schedule(), alike=False),
     "zero_one_adam, a short run": _row(fn.zero_one_adam, seldom, alike=False),
     "muon": _row(fn.muon, never),
     "sign_muon": _row(fn.sign_muon, first(0)),

@@ -22,15 +22,16 @@ def test_a_docstring_in_contrib_has_the_factor_of_the_atlas(name: str) -> None:
     assert math.isclose(rate(1.0), choices.start(runs.read(runs.FULL), name))
 
 
-@pytest.mark.parametrize("name", first_hour.METHODS)
-def test_the_first_hour_ran_with_the_rates_that_core_docstrings_recommend(name: str) -> None:
+def test_the_first_hour_ran_with_the_rates_of_signatures_and_docstrings() -> None:
+    """A rate that is changed makes its rows those of another method: take them out, and run again."""
     rows = json.loads((report.RESULTS / "first_hour.json").read_text())["rows"]
-    for task in first_hour.TASKS:
-        (base, _) = first_hour.tuned_rate(rows, task, first_hour.TASKS[task].batches[0])
+    shown = [row for row in rows if row["seed"] != first_hour.TUNED_ON]
+    assert len(shown) >= 50
+    for row in shown:
+        base, _ = first_hour.tuned_rate(rows, row["task"], row["batch"])
         assert base is not None
-        for lr in (first_hour.default_rate(name), first_hour.recommended_rate(name, base)):
-            own = [row for row in rows if (row["task"], row["method"], row["lr"]) == (task, name, lr)]
-            assert len({row["seed"] for row in own}) >= 3
+        wanted = first_hour.default_rate(row["method"]), first_hour.recommended_rate(row["method"], base)
+        assert row["lr"] in wanted, (row["task"], row["method"], row["lr"], wanted)
 
 
 def test_the_search_comes_before_the_methods() -> None:
