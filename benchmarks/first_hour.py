@@ -321,8 +321,10 @@ def main() -> None:
             bar.total = bar.n + len(runs)  # that are known; a search may want more
             for ended in as_completed([pool.submit(take, *run) for run in runs]):
                 rows.append(ended.result())
+                # Minutes of one core, of all runs: the file may have been filled in several goes.
+                facts = {**about(), "minutes": round(sum(row["seconds"] for row in rows) / 60, 1)}
                 lines = ",\n".join(map(json.dumps, rows))
-                args.json.write_text(f'{{"about": {json.dumps(about())},\n"rows": [\n{lines}\n]}}\n')
+                args.json.write_text(f'{{"about": {json.dumps(facts)},\n"rows": [\n{lines}\n]}}\n')
                 bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
                 bar.update()
     print(table({"rows": rows}))

@@ -109,7 +109,8 @@ def commit(name: str = "HEAD") -> str:
 def about() -> dict[str, Any]:
     """Return what a figure depends on: the machine, the commit, and the command that measured it, with its minutes."""
     script = Path(sys.argv[0]).resolve().relative_to(ROOT)
-    name = [str(script)] if len(script.parts) == 2 else ["-m", ".".join(script.with_suffix("").parts)]
+    as_file = len(script.parts) == 2 and "-m" not in sys.orig_argv
+    name = [str(script)] if as_file else ["-m", ".".join(script.with_suffix("").parts)]
     command = shlex.join(["python", *name, *sys.argv[1:]])
     minutes = round((time.monotonic() - STARTED) / 60, 1)
     return {**machine(), "commit": commit(), "command": command, "minutes": minutes}
