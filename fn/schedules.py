@@ -319,8 +319,8 @@ class FreezeWhenStable:
     Raises: ValueError if an argument is out of range.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), section 7.1, the rule for T_w.
-    Differs: the smaller norm is divided by the larger. v starts at zero and grows, so that the plain ratio is above 1
-        from the first comparison on.
+    Differs: the smaller norm is divided by the larger. The paper's v starts at zero and grows, so that the plain ratio
+        is above 1 from the first comparison on. That of named optimizers is bias-corrected, and stable sooner.
     """
 
     def __init__(self, b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0):

@@ -137,8 +137,8 @@ def test_freeze_when_stable_compares_with_the_norm_one_over_one_minus_b2_steps_a
 def test_the_papers_rule_freezes_once_the_second_moment_stands_still():
     """v_t of a stationary gradient, b2 = 0.999: the ratio over 1000 steps reaches 0.96 where 1 - b2^t has.
 
-    Differs: fn.schedules.FreezeWhenStable: the smaller norm is divided by the larger. v starts at zero and grows, so
-        that the plain ratio is above 1 from the first comparison on.
+    Differs: fn.schedules.FreezeWhenStable: the smaller norm is divided by the larger. The paper's v starts at zero and
+        grows, so that the plain ratio is above 1 from the first comparison on.
     """
     norms = [1 - 0.999 ** (t + 1) for t in range(5000)]
     plain = next(t for t in range(1000, 5000) if norms[t] / norms[t - 1000] >= 0.96)

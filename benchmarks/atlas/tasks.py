@@ -147,16 +147,19 @@ def trained(seed: int, steps: int = 1000) -> Params:
 
 
 class Digits(nn.Module):
-    """A small convolutional network for images of 8 x 8."""
+    """A small convolutional network for square images.
 
-    def __init__(self) -> None:
+    Args: side: pixels of a side, a multiple of 4.
+    """
+
+    def __init__(self, side: int = 8) -> None:
         super().__init__()
         self.first = nn.Conv2d(1, 16, 3, padding=1)
         self.second = nn.Conv2d(16, 32, 3, padding=1)
-        self.head = nn.Linear(32 * 2 * 2, 10)
+        self.head = nn.Linear(2 * side * side, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 1, 8, 8) -> logits (B, 10)."""
+        """(B, 1, side, side) -> logits (B, 10)."""
         x = F.max_pool2d(self.first(x).relu(), 2)
         return self.head(F.max_pool2d(self.second(x).relu(), 2).flatten(1))
 

@@ -106,7 +106,6 @@ def test_a_copy_beside_a_scheduler_steps_itself_and_not_the_original(copied):
     assert torch.equal(p, other.param_groups[0]["params"][0])  # taken at the same rate
 
 
-@pytest.mark.filterwarnings("ignore:params. something else than this optimizer wrote")
 @each_optimizer
 def test_weights_that_are_loaded_after_the_optimizer_was_made_are_those_that_are_trained(optimizer):
     """Master params in the state lead back to where they were, unless they follow."""

@@ -377,6 +377,7 @@ def test_the_schedule_decides_the_phase_of_each_step():
 
 
 def test_freeze_when_stable_is_fed_by_the_second_moment():
+    """Differs: fn.schedules.FreezeWhenStable: That of named optimizers is bias-corrected, and stable sooner."""
     p = [torch.nn.Parameter(torch.ones(3))]
     schedule = fn.freeze_when_stable(b2=0.5, threshold=0.9)
     opt = fn.Optimizer(p, partial(onebit, b2=0.5), schedule=schedule, lr=0.01)

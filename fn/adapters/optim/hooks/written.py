@@ -15,6 +15,7 @@ from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit, device_of, versions_of
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.hooks.agree import check_same_params
+from fn.base import Phase
 from fn.collectives.agreement import gather_values
 from fn.collectives.profiling import Watchers, watched_by
 
@@ -23,7 +24,8 @@ def follow_params(core: Core) -> None:
     """Make copies of the params anew if these were written before the first step; warn if they were written later.
 
     Before the first step the ranks tell each other, and compare the params. Later they would need a message in each
-    step, and a rank that made its copies anew alone would drift from the others for good. The axes must be bound.
+    step, and a rank that made its copies anew alone would drift from the others for good. A step of the warm-up keeps
+    copies current itself, so it needs no warning. The axes must be bound.
 
     Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ.
     """
@@ -40,7 +42,7 @@ def follow_params(core: Core) -> None:
                 copy_anew(unit)
                 unit.versions = versions_of(unit)
         core.has_begun = True  # an overlap comes here from the backward pass, and the step once more
-    elif not core.warned:
+    elif not core.warned and core.next_phase is not Phase.WARMUP:
         for places, unit in zip(written, core.units, strict=True):
             if places and has_whole_copies(unit):
                 core.warned = True
