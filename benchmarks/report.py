@@ -62,7 +62,9 @@ FSDP = "fsdp2,identity,qgz,loco"
 TRAIN_LESS = "--layers 1 --width 32 --steps 12"
 STEPS, LINKS = "-m benchmarks.steps.", "-m benchmarks.links."
 MEASUREMENTS: Mapping[str, Measurement] = {
-    "first_hour": Measurement("-m benchmarks.first_hour", first_hour.table, "--only muon --tasks names --seeds 2"),
+    "first_hour": Measurement(
+        "-m benchmarks.first_hour", first_hour.table, "--only muon lion_vote --tasks 'moved digits' --seeds 2"
+    ),
     "step": Measurement(f"{STEPS}step --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
     "against": Measurement("benchmarks/against.py 61da050", against.table, "--pairs 1 --rounds 1"),
     "ranks_step": Measurement(f"{STEPS}ranks_step", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
