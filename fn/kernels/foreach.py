@@ -309,7 +309,8 @@ WITH_TENSORS = (torch.mul, torch.div, torch.lerp)
 def _lerp(start: list[Tensor], end: list[Tensor], weight: float | Tensor) -> Any:
     """Return `torch.lerp` of lists; a weight on a device is one number for all, which lists take as one a tensor."""
     if isinstance(weight, Tensor):
-        return torch._foreach_lerp(start, end, [weight.to(x.dtype).expand_as(x) for x in start])
+        of_dtype = {dtype: weight.to(dtype) for dtype in {x.dtype for x in start}}  # a launch for each dtype only
+        return torch._foreach_lerp(start, end, [of_dtype[x.dtype].expand_as(x) for x in start])
     return torch._foreach_lerp(start, end, weight)
 
 

@@ -279,7 +279,7 @@ def share(b: float, age: Any) -> Any:
         return (1 - b) / (1 - b**age)
     # Not 1 - b**age: where a device knows float32 only, that leaves four digits of 1 - 0.999.
     wide = torch.float32 if age.device.type == "mps" else torch.float64
-    return (1 - b) / -torch.expm1(age.to(wide) * (math.log(b) if b else -math.inf))
+    return (b - 1) / torch.expm1(age.to(wide) * (math.log(b) if b else -math.inf))
 
 
 def zero_moments(params: Tree) -> Tree:

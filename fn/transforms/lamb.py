@@ -364,7 +364,7 @@ def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
 
 def ratio_of(weight: Tensor, update: Tensor, low: float, high: float) -> Tensor:
     """Return the trust ratio, from the norms of the weight and of the update."""
-    known = (weight > 0) & (update > 0)
+    known = torch.minimum(weight, update) > 0
     # Divided by 1 where the ratio is not taken: behind the outer selection a derivative would still meet 0 / 0.
     return torch.where(known, (weight / torch.where(known, update, 1.0)).clamp(low, high), 1.0)
 

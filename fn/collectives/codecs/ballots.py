@@ -101,18 +101,17 @@ def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
         # (R, n) -> (R, n / 8). A zero is neither above nor below; NaN is not zero.
         plus, minus = torch.ops.fn.pack_bits(x), torch.ops.fn.pack_bits(-x)
         zero = plus & minus
-        tied = 0xFF if ties == "plus" else EVEN + EVEN * turn  # twice EVEN: the odd indices
-        bits = (plus & ~zero) | (zero & tied)
-        # Two reductions to (R, 1) notice every NaN and Inf without a mask (R, n). They refuse rows without elements.
-        ends = [x.amin(1, keepdim=True), x.amax(1, keepdim=True)] if x.shape[1] else [x.new_zeros(len(x), 1)]
-        # (2, R, 1) -> (R, 1)
-        finite = torch.stack([end.isfinite() for end in ends]).all(0)
+        # A zero has a 1 in `plus`, which is taken away at the indices that vote for -. Twice EVEN: the odd ones.
+        bits = plus if ties == "plus" else plus ^ (zero & (2 * EVEN - EVEN * turn))
+        # Two reductions to (R,) notice every NaN and Inf without a mask (R, n). They refuse rows without elements.
+        largest = torch.maximum(x.amax(1), -x.amin(1)) if x.shape[1] else x.new_zeros(len(x))
+        finite = largest[:, None].isfinite()  # (R, 1)
         _, _, octets, flags, length = lay_out(x.shape[0], x.shape[1], x.device)
-        cast = x.new_ones(len(x), length)  # (R, F)
+        cast = x.new_zeros(len(x), length)  # (R, F), whose sign is packed
         if ties == "alternate":
             # (R, n / 8) -> (R, B, block / 8) -> (R, B)
             silent = (zero == 0xFF).index_select(1, octets).unflatten(1, (-1, block // 8)).all(-1)
-            cast = cast.index_copy(1, flags, torch.where(silent, -1.0, 1.0).to(x.dtype))
+            cast = cast.index_copy(1, flags, -silent.to(x.dtype))
         return Ballots(bits, torch.ops.fn.pack_bits(cast), finite.to(torch.uint8))
 
     def scales_of(payload: Ballots, rows: int) -> Tensor:
