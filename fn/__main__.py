@@ -20,8 +20,8 @@ from typing import cast
 import torch
 
 import fn
-from fn import doctor
 from fn.adapters.torchft import command as islands
+from fn.adapters.torchft import doctor
 from fn.arguments import check_is_transform
 from fn.base import Transform
 from fn.inplace.match import explain

@@ -82,7 +82,7 @@ def test_messages_have_leaves_without_elements_and_without_memory_of_their_own()
 
 def a_pair(timeout: float = 2 * LIMIT) -> tuple[Connections, Connections]:
     """Return two ranks' connections with each other, in one process."""
-    with tcp.listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
         first = socket.create_connection(listener.getsockname())
         second, _ = listener.accept()
     return Connections({1: first}, timeout), Connections({0: second}, timeout)
@@ -386,7 +386,7 @@ STRANGERS["a flood"] = STRANGERS["all of them"] * 30
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_strangers_are_turned_away_and_keep_nobody_waiting(kind):
-    with tcp.listen_on("127.0.0.1", socket.AF_INET, 1000) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 1000) as listener:
         strangers = [one(listener) for one in STRANGERS[kind]]
         ranks = {2: rank_calls(listener, 2)}
         strangers += [one(listener) for one in STRANGERS[kind]]
@@ -399,7 +399,7 @@ def test_strangers_are_turned_away_and_keep_nobody_waiting(kind):
 
 def test_the_opening_hangs_up_on_the_oldest_silent_caller_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(tcp, "CALLERS", 3)
-    with tcp.listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
         late = rank_calls(listener, 1), call(listener, TOKEN)
         strangers = [call(listener), call(listener)]
         found: list[Any] = []
@@ -424,7 +424,7 @@ def test_the_opening_hangs_up_on_the_oldest_silent_caller_when_there_are_too_man
 def test_the_opening_ends_in_time_and_names_who_did_not_call(monkeypatch):
     monkeypatch.setattr(tcp, "OPENING", 1.0)
     is_over = threading.Event()
-    with tcp.listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
         rank = rank_calls(listener, 2)
 
         def flood() -> None:

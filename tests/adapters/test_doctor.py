@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fn
-from fn import doctor
+from fn.adapters.torchft import doctor
 
 HOST = "127.0.0.1"
 

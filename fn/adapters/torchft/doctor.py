@@ -1,7 +1,7 @@
 """`python -m fn doctor`: whether this machine, and another one, are fit for ranks that meet over a network.
 
 A line for each check, with the cure where one fails. With `--peer` both machines call each other, as ranks would:
-on the port where `torchrun` lets them meet, and on a free port of the address that gloo announces.
+on the port where torchrun lets them meet, and on a free port of the address that gloo announces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fn.collectives.transports.tcp import interface_of, listen
 from fn.version import __version__
 
 PORT = 29500
-"""Where `torchrun` lets ranks meet, by default."""
+"""Where torchrun lets ranks meet, by default."""
 
 SHARED = 1 << 30
 """Bytes of shared memory that should be free: what NCCL's documentation asks containers for."""
