@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from adapters.fsdp.test_muon_on_shards import far, loss, train, whole
+from adapters.fsdp.test_muon_on_shards import far, train, whole
 from ranks import run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -171,6 +170,7 @@ def test_sign_muon_on_two_by_two_real_ranks(tmp_path: Path) -> None:
                 assert not torch.equal(p, found["start"][name])
         # of an expert's matrices each is a tensor of its own behind the vote
         slices = [x for shape in found["pieces"] for x in ([shape[1:]] * shape[0] if len(shape) == 3 else [shape])]
-        votes = {("replica", m.collective): m.size for m in traffic.codes(traffic.of_shapes(slices, 8), 2, fn.ballots())}
+        votes = traffic.codes(traffic.of_shapes(slices, 8), 2, fn.ballots())
+        sent = {("replica", message.collective): message.size for message in votes}
         matrix = {("shard", "all_to_all"): WIDTH * WIDTH // 2 * 8, ("shard", "all_reduce"): 4}
-        assert found["sent"] == votes | matrix
+        assert found["sent"] == sent | matrix
