@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 import fn
 from fn import roles, tree
 from fn.planner import traffic
+from fn.transforms.owned import OwnedState
 
 EXPERTS, WIDTH, INNER, TOKENS = 4, 6, 5, 11
 STEPS = 3
@@ -100,7 +101,8 @@ def owned(make: Any, wanted: list[Tensor]) -> tuple[float, list[int]]:
     with fn.bind({"data": dist.group.WORLD}):
         opt = optimizer(model, partial(make, axis="data"))
         train(model, opt, range(STEPS))
-    momenta = roles.find(opt.states[0].inner.inner["muon"], "first_moment")
+    (state,) = tree.instances(opt.states, OwnedState)
+    momenta = roles.find(state.inner["muon"], "first_moment")
     return far(whole(model), wanted), [x.numel() for x in tree.leaves(momenta)]
 
 
