@@ -22,7 +22,7 @@ from fn.collectives.axis import Binding
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
-from fn.planner.methods import Method, parts_of, rows
+from fn.planner.methods import Method, parts_of
 from fn.planner.traffic import Model
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -209,10 +209,6 @@ CONTENDERS: Mapping[str, Contender] = {
     "fn PowerSGD 4": Contender(partial(ours, fn.powersgd_adamw), _method(partial(traffic.low_rank, rank=4))),
     "fn Lion, votes": Contender(
         partial(ours, without_eps(fn.lion_vote)), _method(partial(traffic.codes, codec=fn.ballots()))
-    ),
-    "fn DeMo": Contender(
-        partial(ours, without_eps(fn.contrib.demo)),
-        _method(next(row.send for row in rows(contrib=True) if row.name == "demo")),
     ),
 }
 """What is compared, in the order in which it runs."""
