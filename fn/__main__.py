@@ -1,6 +1,6 @@
-"""`python -m fn`: what is here, what is missing, who computes what on which device.
+"""`python -m fn`: what runs here, on which device, what is missing, and what to take.
 
-`python -m fn plan` says what pays on a network; `python -m fn explain` says which steps of an optimizer are fast.
+`python -m fn plan` says what to take on a network; `python -m fn explain` says which steps of an optimizer are fast.
 `python -m fn lighthouse` and `python -m fn island` start what islands need that come and go.
 """
 
@@ -27,6 +27,7 @@ from fn.kernels import devices
 from fn.kernels.table import devices as device_types
 from fn.kernels.table import table
 from fn.planner import command as plan
+from fn.planner.recommend import PICKS
 
 OPTIONAL = {
     "numba": ("fused kernels on the CPU", "pip install numba"),
@@ -46,7 +47,10 @@ TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a subcommand; without one, print what is here. Where nobody reads on, as behind `| head`, just end."""
+    """Run a subcommand; without one, print what runs here and what to take.
+
+    Where nobody reads on, as behind `| head`, just end.
+    """
     try:
         _run(arguments)
         if sys.stdout is not None:  # closed by the caller, as by `>&-`
@@ -59,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fn", description=fn.__doc__)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("table", help="the versions found and the accelerator table (this is the default)")
+    commands.add_parser("table", help="the versions found and the accelerator table")
     planning = commands.add_parser("plan", help="what each method costs on a given network, and whether it pays")
     plan.add_arguments(planning)
     explaining = commands.add_parser("explain", help="which steps of an optimizer are taken in place, and why not")
@@ -84,6 +88,13 @@ def _run(arguments: list[str] | None) -> None:
         return
     print("\n".join([*_versions(), "", *_backends(), ""]), flush=True)
     print("\n".join([repr(table(_progress)), "", *_missing()]))
+    if flags.command is None:
+        print("\n".join(["", *_picks()]))
+
+
+def _picks() -> list[str]:
+    lines = [line for pick in PICKS for line in (f"  {pick.when}", f"      {pick.code}")]
+    return ["take, for which case:", *lines, "", "next, what pays on your network, and by how much:", f"  {plan.LINE}"]
 
 
 def _progress(op: str, done: int, of: int) -> None:
