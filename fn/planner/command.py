@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import textwrap
@@ -271,10 +272,10 @@ def _show(
     arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, memory: float,
     coding: Callable[[Network], Mapping[str, float]],
 ) -> None:  # fmt: skip
-    more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density", "contrib")}
+    options = {key: getattr(arguments, key) for key in ("interval", "local_steps", "rank", "density", "contrib")}
 
     def plan_on(net: Network) -> Plan:
-        compared = methods(model, net, **more)
+        compared = methods(model, net, bucket=arguments.bucket, **options)
         return plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
 
     made = plan_on(net)
@@ -294,8 +295,7 @@ def _show(
         Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
-        given = arguments.interval, max(2, arguments.local_steps), arguments.rank, arguments.density
-        table = rows(*given, contrib=arguments.contrib)
+        table = rows(**{**options, "local_steps": max(2, arguments.local_steps)})
         tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
             table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,
@@ -432,15 +432,13 @@ def check_paths(json_: str | None, png: str | None, html: str | None = None) -> 
     Raises: OSError or ValueError that names the flag; ImportError if a picture is wanted and matplotlib not installed.
     """
     for flag, name in (("--json", json_), ("--png", png), ("--html", html)):
-        if name is None:
-            continue
-        path = Path(name)
-        if path.is_dir():
-            raise IsADirectoryError(f"{flag}: {str(name)!r}: Is a directory")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{flag}: {str(name)!r}: No such file or directory")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(f"{flag}: {str(name)!r}: Permission denied")
+        if name is not None:
+            path = Path(name)
+            writable = os.access(path if path.exists() else path.parent, os.W_OK)
+            problems = {errno.EISDIR: path.is_dir(), errno.ENOENT: not path.parent.is_dir(), errno.EACCES: not writable}
+            if any(problems.values()):
+                problem = next(number for number, there in problems.items() if there)
+                raise OSError(f"{flag}: {name!r}: {os.strerror(problem)}")
     if png is not None:
         _matplotlib()
         from matplotlib.backend_bases import FigureCanvasBase
