@@ -87,14 +87,16 @@ def steps_of_adamw(loss: float, curve: Sequence[tuple[int, float]]) -> float:
     >>> steps_of_adamw(2.5, [(100, 3.0), (400, 2.0)])
     200.0
     """
-    best, before = math.inf, (0, math.inf)
-    for steps, own in sorted(curve):
-        if own >= best:  # a longer run that ended higher gives no loss that a shorter one does not give
+    (shortest, highest), *longer = sorted(curve)
+    if loss > highest:
+        return 0.0
+    for steps, own in longer:
+        if own >= highest:  # a longer run that ended higher gives no loss that a shorter one does not give
             continue
         if own <= loss:
-            share = (before[1] - loss) / (before[1] - own)
-            return math.exp(math.log(before[0]) * (1 - share) + math.log(steps) * share) if before[0] else 0.0
-        best, before = own, (steps, own)
+            share = (highest - loss) / (highest - own)
+            return math.exp(math.log(shortest) * (1 - share) + math.log(steps) * share)
+        shortest, highest = steps, own
     return math.inf
 
 

@@ -160,9 +160,7 @@ def _probe(arguments: argparse.Namespace) -> None:
     """
     if not arguments.probe:
         raise ValueError("--probe: give a script that trains, then its arguments")
-    for name in ("params", "tensors", "dtype"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name}: --probe takes it from the script; leave it out")
+    _refuse(arguments, ("params", "tensors", "dtype"), "--probe takes it from the script; leave it out")
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if alone and arguments.world is None:
         cure = "start several by torchrun --nproc-per-node 2 -m fn plan ..., or give --world and --intra or --inter"
@@ -312,13 +310,12 @@ def describe_network(net: Network) -> str:
     """Return a line about a network."""
     if net.world == 1:
         return "1 rank, which has nobody to talk to"
-    ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if net.nodes > 1 else f"{net.world} ranks"
-    links = {"inside a node" if net.nodes > 1 else "between ranks": net.intra} if net.per_node > 1 else {}
-    if net.nodes > 1:
-        links["between nodes"] = net.inter
-    costs = {where: link.cost for where, link in links.items()}
-    texts = [f"{show_rate(cost.bandwidth)}, {show_seconds(cost.latency)} {where}" for where, cost in costs.items()]
-    return f"{ranks}; {'; '.join(texts)}"
+    several = net.nodes > 1
+    ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if several else f"{net.world} ranks"
+    inside = [(net.intra, "inside a node" if several else "between ranks")] if net.per_node > 1 else []
+    links = [*inside, *([(net.inter, "between nodes")] if several else [])]
+    costs = [f"{show_rate(link.cost.bandwidth)}, {show_seconds(link.cost.latency)} {where}" for link, where in links]
+    return "; ".join([ranks, *costs])
 
 
 def table_of_picks(plan: Plan, said: Recommendation) -> str:
