@@ -68,19 +68,14 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
     ("--inter-latency", units.seconds, "TIME", None, "latency of a message between nodes (default: 30us)"),
     ("--bucket-efficiency", units.part, "PART", None, "part of the bandwidth between nodes that messages in buckets "
      f"reach, as DDP's (default: {TCP_BUCKETS}, NCCL's over TCP, or measured by --probe)"),
-    ("--whole-efficiency", units.part, "PART", None, "the same of whole messages, as DiLoCo's "
-     f"(default: {TCP_WHOLE}, or measured)"),
-    ("--memory", units.bits_per_second, "RATE", None, "bandwidth of the device's memory (default: 2tbyte, or "
-     "measured)"),
+    ("--whole-efficiency", units.part, "PART", None, f"the same of whole messages (default: {TCP_WHOLE}, or measured)"),
+    ("--memory", units.bits_per_second, "RATE", None, "the device's memory bandwidth (default: 2tbyte, or measured)"),
     ("--tensors", units.count, "N", None, "number of parameter tensors (default: 150)"),
     ("--bucket", units.count, "BYTES", traffic.BUCKET, "bytes that overlapped methods send together (default: 25 MiB)"),
     ("--interval", units.count, "STEPS", INTERVAL, f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})"),
-    ("--local-steps", units.count, "STEPS", LOCAL_STEPS, f"steps of a round of DiLoCo and its family (default: "
-     f"{LOCAL_STEPS})"),
-    ("--rank", units.rank, "R", None, "rank of factors, such as 4, or 1/4 of the smaller side (default: 4 for "
-     "powersgd_adamw, 1/4 for dion)"),
-    ("--density", units.part, "PART", None, "part of the numbers that methods send which send few of them, such as "
-     "1/100 (default: each method's own, 1/32 for sparse_loco)"),
+    ("--local-steps", units.count, "STEPS", LOCAL_STEPS, f"steps of a round of DiLoCo (default: {LOCAL_STEPS})"),
+    ("--rank", units.rank, "R", None, "rank of factors, or its part of the smaller side (default: 4, and 1/4 of dion)"),
+    ("--density", units.part, "PART", None, "part of the numbers that sparse methods send (default: each one's own)"),
     ("--steps", units.count, "N", probe.STEPS, f"optimizer's steps after which --probe stops (default: {probe.STEPS})"),
 )  # fmt: skip
 """Flag, parser, what its value is called, default, and help."""
