@@ -113,5 +113,5 @@ def recommend(plan: Plan) -> Recommendation:
 
 def show_parts(values: tuple[float, ...]) -> str:
     """Spell a part of a whole in per cent, and the ends of its interval, if they are given."""
-    mean, *ends = (f"{x:.2g}" if x < 9.95 else f"{float(f'{x:.2g}'):.0f}" for x in (100 * v for v in values))
+    mean, *ends = (f"{x:.2g}" if x < 9.95 else f"{int(x + 0.5)}" for x in (100 * v for v in values))
     return f"{mean} % ({' to '.join(ends)} %)" if ends else f"{mean} %"
