@@ -266,8 +266,8 @@ def sign_muon(
         `freeze_after(n)` is its schedule, and n may be 0.
     Raises: TypeError or ValueError that names the argument.
 
-    Paper: SignMuon and MuonUSign of github intsystems/SignMuon; Bernstein et al., signSGD with majority vote (arXiv
-        1810.05291).
+    Paper: Trivedi et al., SignMuon (arXiv 2605.16311), and MuonUSign, both of github intsystems/SignMuon; Bernstein et
+        al., signSGD with majority vote (arXiv 1810.05291).
     Differs: with servers, ties and zeros take turns, and only blocks of zeros abstain; there all are 0.
     """
     check_interval("momentum", momentum, "[0, 1)")

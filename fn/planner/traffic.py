@@ -408,16 +408,5 @@ def chunks(sides: Shape, tile: int) -> list[tuple[int, int]]:
     return [(n, size) for n, size in parts if size]
 
 
-def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
-    """Return the messages of DeepSpeed: tensor by tensor, bits and scales apart, four collectives each."""
-    messages = []
-    for n in shapes.lengths.elements():
-        bits = (ranks - 1) * -(-n // (ranks * 8))
-        scale = (ranks - 1) * 4
-        messages += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
-        messages += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
-    return messages if ranks > 1 else []
-
-
 def _all_reduce(size: int, ranks: int) -> int:
     return -(-2 * (ranks - 1) * size // ranks)
