@@ -154,7 +154,7 @@ def owned(
 
     def errors_of(leaves: Sequence[Tensor], hop: Hop) -> tuple[Tree, ...]:
         if hop.exact:
-            return tuple(() for _ in leaves)
+            return ()
         # vectors (n,), n rounded up to the codec's alignment: an owner gets whole tensors, so there is one row
         zeros = [x.new_zeros(row.segments.row_length) for x, row in zip(leaves, rows_of(leaves, hop), strict=True)]
         return tuple(hop.feedback.init(x) for x in zeros)
@@ -175,7 +175,8 @@ def owned(
         # Labels that a function makes of sizes would differ where tensors have no elements, and so would the states:
         # the ranks would then read each other's tensors as their own.
         check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
-        errors = ErrorFeedbackState(errors_of(leaves, to_owner), tuple(() for _ in leaves))  # no servers: owners serve
+        # no servers, for owners serve
+        errors = ErrorFeedbackState(errors_of(leaves, to_owner), () if to_owner.exact else tuple(() for _ in leaves))
         if not to_owner.exact:
             rows = partial(rows_of, leaves, to_owner)
             reshapes.add((errors, errors_reshape(leaves, axis, lambda world: rows(), to_owner, to_owner)))

@@ -169,7 +169,7 @@ def unsharded(
             # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
             wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
             server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
-        errors = ErrorFeedbackState(tuple(worker), tuple(server))
+        errors = ErrorFeedbackState(() if to_owner.exact else tuple(worker), () if to_pieces.exact else tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
     def step(phase: Phase) -> UpdateFn:
