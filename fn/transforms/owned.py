@@ -175,8 +175,7 @@ def owned(
         # Labels that a function makes of sizes would differ where tensors have no elements, and so would the states:
         # the ranks would then read each other's tensors as their own.
         check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
-        # no servers, for owners serve
-        errors = ErrorFeedbackState(errors_of(leaves, to_owner), () if to_owner.exact else tuple(() for _ in leaves))
+        errors = ErrorFeedbackState(errors_of(leaves, to_owner), tuple(() for _ in leaves))  # no servers: owners serve
         if not to_owner.exact:
             rows = partial(rows_of, leaves, to_owner)
             reshapes.add((errors, errors_reshape(leaves, axis, lambda world: rows(), to_owner, to_owner)))
