@@ -129,6 +129,7 @@ CONTRIB = (
     Named("ef21_sgdm", partial(fn.contrib.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
     Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
     Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
+    Named("nanochat, int8", partial(fn.contrib.nanochat, codec=fn.int8()), CODED, fn.freeze_after(2)),
     Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("norm_guard", own_pieces.guarded_diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("primal_average", own_pieces.averaged_along_the_way, (Phase.WARMUP,), lambda step: Phase.WARMUP),
@@ -151,6 +152,9 @@ CONTRIB_LINKS: Mapping[str, Callable[[str], fn.Transform]] = {
     "primal_average": lambda axis: fn.contrib.primal_average(fn.scale_by_learning_rate(0.1)),
     "scale_by_dion2": lambda axis: fn.mask(
         fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+    ),
+    "scale_by_nanochat": lambda axis: fn.mask(
+        fn.contrib.scale_by_nanochat(), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
     ),
     "sparse_average": lambda axis: fn.contrib.sparse_average(axis, 1 / 3),
 }

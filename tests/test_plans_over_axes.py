@@ -25,7 +25,7 @@ SHAPES = [(6, 5), (7,), (), (0,), (40, 15)]
 CODES_WITHIN = {"codec": (fn.int8(), fn.sign())}
 CODES_BACK = {"codec": (fn.int8(block=8), fn.int4(block=8)), "gather": (fn.int8(block=8), fn.int8(block=8))}
 MAKES: dict[str, tuple[Named, dict[str, Any]]] = {
-    **{o.name: (o, {}) for o in OPTIMIZERS if o.name != "muon, int8"},  # owners are ranks of one axis
+    **{o.name: (o, {}) for o in OPTIMIZERS},
     **{f"{o.name}, codes within": (o, CODES_WITHIN) for o in OPTIMIZERS if o.name.startswith(("onebit", "zero"))},
     **{f"{o.name}, codes back": (o, CODES_BACK) for o in OPTIMIZERS if o.name.startswith(("loco", "sharded"))},
 }
