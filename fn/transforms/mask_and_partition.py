@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fn import tree
@@ -30,6 +31,54 @@ from fn.facts import Averages, Facts, of_branches
 Tree = Any
 
 
+class Label(str):
+    """A label that also says in which parts `partition` shows a tensor to the transform of the label.
+
+    It compares as its text does. splits: the sizes of blocks of rows, each a tensor of its own. heads: into how many
+    matrices of equal rows a matrix is divided, which become a stack, (H d, k) -> (H, d, k). Rows are the last dimension
+    but one.
+
+    >>> import torch
+    >>> rows = torch.arange(6.0).view(3, 2)
+    >>> Label("hidden", splits=(1, 2)).parts(rows)
+    (tensor([[0., 1.]]), tensor([[2., 3.],
+            [4., 5.]]))
+    """
+
+    splits: tuple[int, ...]
+    heads: int
+
+    def __new__(cls, text: str, splits: Iterable[int] = (), heads: int = 0) -> Label:
+        """Return the label with this text."""
+        label = super().__new__(cls, text)
+        label.splits, label.heads = tuple(splits), heads
+        return label
+
+    def __repr__(self) -> str:
+        parts = f"splits={self.splits}" if self.splits else f"heads={self.heads}"
+        return f"Label({str(self)!r}, {parts})"
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a tensor; those of one without rows, which another rank owns, have none either."""
+        *batch, rows, columns = x.shape
+        if self.heads:
+            return (x.reshape(*batch, self.heads, rows // self.heads, columns),)  # (..., H d, k) -> (..., H, d, k)
+        # (..., n, k) -> blocks (..., n_i, k)
+        return tuple(x.split([*self.splits] if rows else [0] * len(self.splits), -2))
+
+    def whole(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the tensor of which these are the parts, taken off their iterator."""
+        if self.heads:
+            return next(iter(parts)).flatten(-3, -2)  # (..., H, d, k) -> (..., H d, k)
+        # blocks (..., n_i, k) -> (..., n, k)
+        return torch.cat([x for _, x in zip(self.splits, parts, strict=False)], -2)
+
+
+def relabelled(label: str, name: str) -> str:
+    """Return another label with the parts of this one."""
+    return Label(name, label.splits, label.heads) if isinstance(label, Label) else name
+
+
 def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     """Apply a transform to the leaves where the mask is true; the others pass as they are.
 
@@ -52,14 +101,14 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     check_is_transform("inner", inner)
 
-    def places(params: Tree) -> list[int]:
+    def places(params: Tree) -> Chosen:
         check_params(params)
         flags = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
         for path, leaf in zip(tree.paths(flags), tree.leaves(flags), strict=True):
             # True and False only: to ask a tensor in each step would wait for its device.
             if type(leaf) is not bool:
                 raise TypeError(expected("mask", f"leaf {path!r} to be True or False", type(leaf).__name__))
-        return [i for i, keep in enumerate(tree.leaves(flags)) if keep]
+        return {i: "" for i, keep in enumerate(tree.leaves(flags)) if keep}
 
     def init(params: Tree) -> Tree:
         return inner.init(_pick(params, places(params)))
@@ -74,8 +123,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
             # both.
             if isinstance(new, NewParams):
                 others = apply_updates(params, updates)
-                return NewParams(_put(others, dict(zip(chosen, new.params, strict=True)))), state
-            return _put(updates, dict(zip(chosen, new, strict=True))), state
+                return NewParams(_put(others, _wholes(new.params, chosen))), state
+            return _put(updates, _wholes(new, chosen)), state
 
         return update
 
@@ -86,25 +135,35 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
+Chosen = Mapping[int, str]
+"""The numbers of some leaves, and the label of each."""
 
 
-def _on_some(exchange: Exchange, places: Callable[[Tree], list[int]]) -> Exchange:
+def _on_some(exchange: Exchange, places: Callable[[Tree], Chosen]) -> Exchange:
     """Return an exchange of all params that passes on those in some places only."""
 
     def on(f: Exchanging) -> Exchanging:
         def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             chosen = places(params)
             new, state = f(number, state, _pick(params, chosen))
-            return _put(params, dict(zip(chosen, new, strict=True))), state
+            return _put(params, _wholes(new, chosen)), state
 
         return run
 
     return Exchange(on(exchange.difference), on(exchange.mean), on(exchange.outer), exchange.check)
 
 
-def _pick(t: Tree, chosen: list[int]) -> list[Any]:
+def _pick(t: Tree, chosen: Chosen) -> list[Any]:
+    """Return the chosen leaves, in the parts that their labels say."""
     leaves = tree.leaves(t)
-    return [leaves[i] for i in chosen]
+    shown = [label.parts(leaves[i]) if isinstance(label, Label) else (leaves[i],) for i, label in chosen.items()]
+    return [x for parts in shown for x in parts]
+
+
+def _wholes(new: Iterable[Any], chosen: Chosen) -> dict[int, Any]:
+    """Return the chosen leaves by their numbers, made of what `_pick` showed."""
+    rest = iter(new)
+    return {i: label.whole(rest) if isinstance(label, Label) else next(rest) for i, label in chosen.items()}
 
 
 def _put(t: Tree, new: Mapping[int, Any]) -> Tree:
@@ -123,7 +182,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         {'head': tensor([-1.]), 'body': tensor([-0.1000])}
 
     Args:
-        transforms: label -> transform; each sees the list of its leaves.
+        transforms: label -> transform; each sees the list of its leaves, in the parts that labels of `fn.labels_of`
+            say where it needs whole tensors.
         labels: a tree of labels like the params, or a function from params to such a tree.
     Returns: a transform whose state is {label: state}, with the phases that all of them have.
     Raises: ValueError if the labels, or the updates, have another structure than the params, if a label names no
@@ -141,13 +201,19 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     for label, transform in transforms.items():
         check_is_transform(f"transforms[{label!r}]", transform)
 
-    def places(params: Tree) -> dict[str, list[int]]:
+    # Element by element it is the same in parts, which would only cost copies.
+    shows_parts = {label: bool(facts_of(tx).whole) for label, tx in transforms.items()}
+
+    def places(params: Tree) -> dict[str, Chosen]:
         check_params(params)
         flat = tree.leaves(tree.in_order(labels(params) if callable(labels) else labels, params, "labels"))
         unknown = sorted({str(label) for label in flat} - set(transforms))
         if unknown:
             raise ValueError(expected("labels", f"names of transforms, of {sorted(transforms)}", f"{unknown}"))
-        return {label: [i for i, name in enumerate(flat) if name == label] for label in transforms}
+        return {
+            label: {i: name if shows_parts[label] else "" for i, name in enumerate(flat) if name == label}
+            for label in transforms
+        }
 
     def init(params: Tree) -> dict[str, Tree]:
         return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in places(params).items()}
@@ -163,9 +229,9 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                 for label, chosen in chosen_of.items():
                     new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
                     if isinstance(new, NewParams):
-                        new_params.update(zip(chosen, new.params, strict=True))
+                        new_params.update(_wholes(new.params, chosen))
                     else:
-                        moves.update(zip(chosen, new, strict=True))
+                        moves.update(_wholes(new, chosen))
                 # One label returned new params, so all others become params as well: a step returns only one of both.
                 if new_params:
                     leaves = tree.leaves(params)
@@ -178,6 +244,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         return of(dict(zip(transforms, updates_of, strict=True)))
 
     facts = Facts(whole=("partition by a function",) if callable(labels) else ())
+    if not callable(labels) and any(isinstance(label, Label) for label in tree.leaves(labels)):
+        facts = Facts(whole=("partition into parts",))
     exchanges = [
         _of_label(label, tx.exchange, places) for label, tx in transforms.items() if tx.exchange is not None
     ]
@@ -186,7 +254,13 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     return tx._replace(facts=of_branches(facts_of(tx), [*map(facts_of, transforms.values())]))
 
 
-def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, list[int]]]) -> Exchange:
+def in_parts(inner: Transform, labels: Sequence[str]) -> Transform:
+    """Return a transform that sees each leaf in the parts that its label says."""
+    named = [relabelled(label, "all") for label in labels]
+    return partition({"all": inner}, lambda params: tree.unflatten(tree.flatten(params)[1], named))
+
+
+def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, Chosen]]) -> Exchange:
     """Return the exchange of a label's params as one of all of them, in the state of a partition."""
     # In a function of its own: lambdas made in a loop would all see the last label.
     some = _on_some(exchange, lambda params: places(params)[label])
@@ -253,6 +327,9 @@ def hidden_and_other(
     Raises: from the function that is returned, ValueError for other labels.
     """
 
+    def name_of(label: str) -> str:
+        return relabelled(label, names[label])
+
     def named(params: Tree) -> Tree:
         shapes = tree.map(lambda p: "hidden" if is_hidden(p) else "other", params)
         given = shapes if labels is None else labels(params) if callable(labels) else labels
@@ -262,7 +339,7 @@ def hidden_and_other(
         if unknown := {*map(str, tree.leaves(given))} - set(names):
             raise ValueError(expected("labels", "'hidden' or 'other' for each tensor", f"{sorted(unknown)}"))
         # What the shape rules out is "other" whatever the label says: Muon would refuse it.
-        return tree.map(lambda label, shape: names["other" if "other" in (label, shape) else "hidden"], given, shapes)
+        return tree.map(lambda label, shape: name_of(label) if shape == "hidden" else names["other"], given, shapes)
 
     return named
 
