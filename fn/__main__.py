@@ -1,7 +1,8 @@
 """`python -m fn`: what is here, what is missing, who computes what on which device.
 
 `python -m fn plan` says what pays on a network; `python -m fn explain` says which steps of an optimizer are fast.
-`python -m fn lighthouse` and `python -m fn island` start what islands need that come and go.
+`python -m fn lighthouse` and `python -m fn island` start what islands need that come and go; `python -m fn doctor`
+checks the machines and the way between them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 import fn
 from fn.adapters.torchft import command as islands
+from fn.adapters.torchft import doctor
 from fn.arguments import check_is_transform
 from fn.base import Transform
 from fn.inplace.match import explain
@@ -69,6 +71,8 @@ def _run(arguments: list[str] | None) -> None:
     islands.add_lighthouse(lighthouse)
     island = commands.add_parser("island", help="run a script as an island, which is started again if it fails")
     islands.add_island(island)
+    doctoring = commands.add_parser("doctor", help="whether this machine, and another one, are fit for ranks")
+    doctor.add_arguments(doctoring)
     flags = parser.parse_args(arguments)
     if flags.command == "plan":
         plan.run(planning, flags)
@@ -79,6 +83,8 @@ def _run(arguments: list[str] | None) -> None:
     if flags.command == "island":
         islands.run_island(island, flags)
         return
+    if flags.command == "doctor":
+        sys.exit(0 if doctor.run(doctoring, flags) else 1)
     if flags.command == "explain":
         print(explain(_made(explaining, flags.make, {} if flags.axis is None else {"axis": flags.axis})))
         return

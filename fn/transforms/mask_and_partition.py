@@ -360,6 +360,7 @@ def unfrozen(inner: Transform) -> Transform:
     warmup, facts = facts_of(inner).averaged.warmup, facts_of(inner)
     return inner._replace(
         compressed_update=update, local_update=update, needs_warmup=frozenset(), exchange=None,
+        links=tuple(map(unfrozen, inner.links)),
         facts=inner.facts and facts._replace(averages=Averages(warmup, warmup, warmup)),
     )  # fmt: skip
 

@@ -350,7 +350,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
         if stays_on_gloo(group):
             raise OSError("its axis was bound with tcp=False")
         check_system()
-        listener = _listen(group.size() + CALLERS)
+        listener = listen(group.size() + CALLERS)
         address = listener.getsockname()[:2]
     except OSError as error:
         problem = f"rank {group.rank()} cannot listen: {error}"
@@ -465,7 +465,7 @@ def _hang_up_on(open_calls: Any, but: int) -> None:
         key.fileobj.close()
 
 
-def _listen(backlog: int) -> socket.socket:
+def listen(backlog: int) -> socket.socket:
     """Listen on the address that gloo would use: of the interface it is told, of the host's name, or loopback."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
@@ -508,6 +508,15 @@ def _address_of(interface: str) -> tuple[str, int]:
             if name == interface and scope != LINK_LOCAL:
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)), socket.AF_INET6
         raise OSError(f"no address of the interface {interface!r}, which GLOO_SOCKET_IFNAME names: {error}") from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an address; None if that is not known."""
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # without an address
+            if _address_of(name)[0] == address:
+                return name
+    return None
 
 
 LINK_LOCAL = "20"

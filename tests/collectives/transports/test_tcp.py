@@ -443,18 +443,18 @@ def test_the_opening_ends_in_time_and_names_who_did_not_call(monkeypatch):
 
 def opened_among_strangers() -> list[bool]:
     """Open connections whose listeners strangers have called before any rank does."""
-    strangers, listen = [], tcp._listen
+    strangers, listen = [], tcp.listen
 
     def listen_among_strangers(backlog: int) -> socket.socket:
         listener = listen(backlog)
         strangers.extend(one(listener) for one in STRANGERS["all of them"])
         return listener
 
-    tcp._listen = listen_among_strangers
+    tcp.listen = listen_among_strangers
     try:
         return [*exchanged(100), len(strangers) == len(STRANGERS["all of them"])]
     finally:
-        tcp._listen = listen
+        tcp.listen = listen
 
 
 def test_ranks_have_their_connections_all_the_same():
