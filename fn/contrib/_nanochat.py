@@ -111,7 +111,7 @@ def scale_by_nanochat(
         moved, nu = ([pair[i] for pair in pairs] for i in (0, 1))
         return tree.unflatten(structure, moved), SecondMomentState(tree.unflatten(tree.flatten(state.nu)[1], nu))
 
-    whole = fn.Facts(whole=("scale_by_nanochat",))
+    whole = fn.Facts(whole=("scale_by_nanochat",), batched=True)
     rows = fn.stateless(lambda z, params: tree.map(equal_rows, z))._replace(facts=whole)
     momentum = fn.scale(1.0 - decay), fn.trace(decay, nesterov=True)
     return fn.chain(*momentum, rows, iterations, fn.lift(init, update)._replace(facts=whole))
@@ -173,7 +173,7 @@ def nanochat(
     check_is_transform("other", other)
     if codec is not None and axis is None:
         raise ValueError("codec: is given where no tensors are owned; pass an axis")
-    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"}, lambda p: p.ndim == 2)
+    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"})
     matrices = scale_by_nanochat(momentum, b2, ns_steps=ns_steps, dtype=dtype)
     directions: fn.Transform = fn.partition({"muon": matrices, "other": other}, named)
 
@@ -184,7 +184,7 @@ def nanochat(
     def by_shape(updates: Tree, params: Tree) -> Tree:
         return tree.map(lambda u: FACTORS["max"](*u.shape[-2:]) * u, updates)
 
-    factor = fn.stateless(by_shape)._replace(facts=fn.Facts(whole=("nanochat",)))
+    factor = fn.stateless(by_shape)._replace(facts=fn.Facts(whole=("nanochat",), batched=True))
     # Behind the exchange, for all ranks have all params: what travels is directions.
     decay = fn.chain(fn.add_decayed_weights(weight_decay, cautious=True), factor)
     ends = fn.partition({"muon": decay, "other": fn.scale(other_rate)}, named), fn.scale_by_learning_rate(lr)

@@ -37,6 +37,16 @@ def test_its_norm_is_that_of_an_orthogonal_matrix_and_lines_of_the_longer_side_b
     assert lengths.max() / lengths.min() < 1.001
 
 
+def test_a_stack_is_its_matrices_and_zeros_stay_zero() -> None:
+    grads = [normal(3, 6, 4, seed=i) for i in range(3)]
+    for g in grads:
+        g[1] = 0.0
+    u, _ = steps(fn.contrib.scale_by_nanochat(), grads)
+    for i, x in enumerate(u):
+        torch.testing.assert_close(x, steps(fn.contrib.scale_by_nanochat(), [g[i] for g in grads])[0])
+    assert not u[1].any()
+
+
 def test_decay_is_at_the_rate_of_the_shape_and_only_where_the_step_leads_to_zero_too() -> None:
     g, p = normal(6, 3), normal(6, 3, seed=1)
     tx = fn.contrib.nanochat(0.1, weight_decay=0.5)
