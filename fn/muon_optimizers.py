@@ -73,11 +73,12 @@ def muon(
 
         >>> ends = fn.add_decayed_weights(0.01, cautious=True), fn.scale_by_learning_rate(0.02)
         >>> kinds = {
-        ...     "hidden": fn.chain(fn.scale_by_muon(0.95, nesterov=True, scale="max", coefficients="jordan"), *ends),
-        ...     "other": fn.chain(fn.scale_by_adam(0.8, 0.95), fn.scale(0.1), *ends),
+        ...     "hidden": fn.scale_by_muon(0.95, nesterov=True, scale="max", coefficients="jordan"),
+        ...     "other": fn.chain(fn.scale_by_adam(0.8, 0.95), fn.scale(0.1)),
         ... }
         >>> kind_of = lambda params: fn.tree.map(lambda p: "hidden" if p.ndim == 2 else "other", params)
-        >>> tx = fn.owned(fn.partition(kinds, kind_of), "data", codec=fn.int8(), feedback=fn.classic())
+        >>> owned = fn.owned(fn.partition(kinds, kind_of), "data", codec=fn.int8(), feedback=fn.classic())
+        >>> tx = fn.chain(owned, *ends)
 
     Args:
         lr: of matrices, a float or a 0-d tensor; start with 0.02. other_rate: the rate of the others, as a multiple of
@@ -180,28 +181,30 @@ def _muon(
     rule = partial(orthogonalize, scale=scale, coefficients="polar_express", dtype=dtype)
     kind_of: Tree | Callable[[Tree], Tree] = named
     if shards is None:
-        iterations = scale_by_muon(momentum, True, **rule.keywords), *behind
+        iterations = scale_by_muon(momentum, True, **rule.keywords)
+        iterations = chain(iterations, *behind) if behind else iterations
     else:
         kind_of, shards_of = labelled(shards, named, labels)
         whole = chain(rule(), *behind) if behind else rule()
-        iterations = (chain(trace(momentum, True), unsharded(whole, shards_of("muon"), codec=codec, gather=codec)),)
-    slower = [] if other_rate == 1 else [scaling.scale(other_rate)]
-    decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    kinds = {"muon": chain(*iterations, decay, rate), other: chain(direction, decay, *slower, rate)}
-    inner = partition(kinds, kind_of)
+        iterations = chain(trace(momentum, True), unsharded(whole, shards_of("muon"), codec=codec, gather=codec))
+    slower = [] if other_rate == 1 else [partition({"muon": chain(), other: scaling.scale(other_rate)}, kind_of)]
+    inner = partition({"muon": iterations, other: direction}, kind_of)
+    # What travels are directions. Behind them all ranks decay by the params, and step by the rate, that they have now.
+    ends = add_decayed_weights(weight_decay), *slower, scale_by_learning_rate(lr)
     if shards is not None:
         mean = always_average(axis) if codec is None else unfrozen(average(axis))
-        return _finished(chain(mean, inner), axis, "Muon")
+        return _finished(chain(mean, inner, *ends), axis, "Muon")
 
     def costs(params: Tree) -> Tree:
         pairs = named(params), newton_schulz_costs(params, flatten=False), params
         return tree.map(lambda label, cost, p: cost if label == "muon" else p.numel(), *pairs)
 
     if owned and axis is not None:
-        return agreed(skip_nonfinite(by_owners(inner, axis, codec=codec, gather=codec, cost=costs)), axis)
+        directions = by_owners(inner, axis, codec=codec, gather=codec, cost=costs)
+        return agreed(skip_nonfinite(chain(directions, *ends)), axis)
     if codec is not None:
         raise ValueError("codec: is given where no tensors are owned; pass owned=True and an axis")
-    return agreed(skip_nonfinite(chain(always_average(axis), inner)), axis)
+    return agreed(skip_nonfinite(chain(always_average(axis), inner, *ends)), axis)
 
 
 def sign_muon(
@@ -264,8 +267,8 @@ def sign_muon(
         `freeze_after(n)` is its schedule, and n may be 0.
     Raises: TypeError or ValueError that names the argument.
 
-    Paper: SignMuon and MuonUSign of github intsystems/SignMuon; Bernstein et al., signSGD with majority vote (arXiv
-        1810.05291).
+    Paper: Trivedi et al., SignMuon (arXiv 2605.16311), and MuonUSign, both of github intsystems/SignMuon; Bernstein et
+        al., signSGD with majority vote (arXiv 1810.05291).
     Differs: with servers, ties and zeros take turns, and only blocks of zeros abstain; there all are 0.
     """
     check_interval("momentum", momentum, "[0, 1)")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -145,7 +144,9 @@ def scale_by_dion2(
             rows = own if phase is fn.Phase.WARMUP else mean(own)  # (b, k, columns)
             # Stacks (b, k, columns); without a scale, for theirs is that of the whole matrix, below.
             made = orthogonal(rows, rule._replace(scale=None, flatten=False))
-            out, after = [*momenta], [*momenta]
+            # Those without elements are in no batch, and no rank's own.
+            out = [torch.zeros(mu.shape, dtype=mu.dtype, device=mu.device) if not mu.numel() else mu for mu in momenta]
+            after = [*momenta]
             for some, x, i, used, flip, u in zip(places, m, index, own, flipped, made, strict=True):
                 whole = x.mT if flip else x
                 u = u * FACTORS[scale](*whole.shape[1:])
@@ -244,5 +245,9 @@ def plan_rows(planner: Any, options: Any) -> list[Any]:
         traffic = planner.traffic
         return [m for n in (sizes, chosen) if n for m in traffic.exact(traffic.Model(((n,),), width), ranks)]
 
-    send = partial(planner.traffic.apart, hidden=quarter, other=planner.traffic.exact)
+    def send(model: Any, ranks: Any) -> list[Any]:
+        kinds = {"hidden": quarter, "other": planner.traffic.exact}
+        messages: list[Any] = planner.traffic.apart(planner.traffic.in_slices(model), ranks, **kinds)
+        return messages
+
     return [planner.Row("dion2, rows 1/4", send, 48)]

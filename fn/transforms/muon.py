@@ -186,9 +186,8 @@ def check_matrices(params: Tree) -> None:
     """Refuse params that are neither matrices nor stacks of them, with a ValueError that names the leaf."""
     for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
         if p.ndim < 2:
-            wanted, got = f"leaf {path or 'the root'!r} to be a matrix, or a stack of matrices", f"{tuple(p.shape)}"
-            cure = "give it to another optimizer, with fn.partition"
-            raise ValueError(expected("params", wanted, f"shape {got}", cure))
+            wanted, got = f"leaf {path or 'the root'!r} to be a matrix", f"shape {tuple(p.shape)}"
+            raise ValueError(expected("params", wanted, got, "give it to another optimizer, with fn.partition"))
 
 
 FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
