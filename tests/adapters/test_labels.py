@@ -60,7 +60,7 @@ def test_what_is_no_module_or_no_parameter_of_it_is_refused() -> None:
     with pytest.raises(ValueError, match="beside its make"):
         fn.Optimizer(Model().parameters(), partial(fn.dion, axis="data", labels=labels))
     in_two = fn.labels_of(MODEL, splits={"qkv.weight": (8, 8)})
-    with pytest.raises(ValueError, match=r"labels: expected tensors that are taken whole, but got Label.*; write labels"):
+    with pytest.raises(ValueError, match=r"labels: expected tensors that are taken whole, .*; write labels"):
         fn.dion(axis="data", labels=in_two).init(dict(MODEL.named_parameters()))
     with pytest.raises(ValueError, match="'hidden' or 'other'"):
         fn.dion(axis="data", labels={"w": "muon"}).init({"w": torch.ones(2, 2)})
