@@ -157,7 +157,6 @@ def normuon(
     Raises: TypeError or ValueError that names the argument.
 
     Paper: Li et al., NorMuon: making Muon more efficient and scalable (arXiv 2510.05491).
-    Differs: as `scale_by_neuron_norm` and `muon`.
     """
     kinds = {"adamw": scale_by_adam(0.9, 0.95)}
     norm = scale_by_neuron_norm(b2)
