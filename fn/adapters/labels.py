@@ -67,7 +67,7 @@ def labels_of(
     to activations; the rows of an embedding or a head belong to single tokens, so their authors give these to AdamW.
 
     Of tensors with more dimensions only stacks of experts are "hidden": the matrices of a module, or a parameter, with
-    "expert" in its name. Where `gate_up_proj` of transformers has two matrices in the rows of one, both are taken by
+    "expert" in its name. Where a gate_up_proj of transformers has two matrices in the rows of one, both are taken by
     themselves. Convolutions are "other"; `labels["conv.weight"] = "hidden"` makes one a stack of its kernels.
 
         >>> import torch, fn
@@ -117,10 +117,10 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 _EXPERTS = re.compile("expert|moe$", re.IGNORECASE)
 """In the name of a parameter or of its module, or in that of the module's class."""
 _ROUTER = re.compile(r"(^|_)router$|^gate$|(expert|router)s?_gate$")
-"""In the name of a module that a parameter lies in; the `gate_proj` of a gated layer is none."""
+"""In the name of a module that a parameter lies in; that of a gated layer, gate_proj, is none."""
 _ROUTER_CLASS = re.compile("(Router|Gate)$")
 _EMBEDDING = re.compile(r"(^|_)(pos|positions?|positional|emb|embeds?|embeddings?|tokens?)(_|$)")
-"""In the own name of a parameter, such as `pos_embed` or `relative_position_bias_table`."""
+"""In the own name of a parameter, such as pos_embed or relative_position_bias_table."""
 
 
 def _by_name(model: nn.Module) -> dict[str, str]:
@@ -158,7 +158,7 @@ def _is_stack(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _of_stack(own: str, p: Tensor, down: Tensor | None) -> str:
-    """Return the label of a stack of experts. Args: down: the stack `down_proj` of the same module, if there is one."""
+    """Return the label of a stack of experts. Args: down: the stack down_proj of the same module, if there is one."""
     rows = p.shape[-2]
     # (E, H, 2 I) beside (E, I, H): columns, in which blocks of rows have no meaning, as in Llama 4 and GPT-OSS
     in_columns = down is not None and (rows, p.shape[-1]) == (down.shape[-1], 2 * down.shape[-2])

@@ -56,9 +56,11 @@ def test_decay_is_at_the_rate_of_the_shape_and_only_where_the_step_leads_to_zero
 
 
 def test_each_tensor_is_stepped_by_one_rank_and_the_ranks_have_equal_shares_of_a_shape() -> None:
-    """Differs: fn.contrib._nanochat.nanochat: tensors of a shape are dealt to the ranks one by one; there each rank has
+    """By the plan of `fn.owned`.
+
+    Differs: fn.contrib._nanochat.nanochat: tensors of a shape are dealt to the ranks one by one; there each rank has
         consecutive ones, the last ranks may have none, and AdamW's large tensors are cut by rows.
-    """  # fmt: skip
+    """
     params = [torch.zeros(4, 3)] * 5 + [torch.zeros(600, 2)]
     tx = fn.contrib.nanochat(axis="data", labels=["hidden"] * 5 + ["other"])
     states: list[Any] = []
