@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import Phase, tree
+from fn import Phase, roles, tree
 from fn.adapters import checkpoint
 from fn.collectives.compressed import ErrorFeedbackState
+from fn.transforms import owned as transforms_owned
 
 AXES = ("local", "node")
 SHAPES = [(6, 5), (6, 5), (7,), (6, 5), (3, 8), (), (0,), (6, 5)]
@@ -105,11 +107,12 @@ def test_what_is_not_delivered_is_kept_by_those_who_send() -> None:
         torch.testing.assert_close(after - before + kept, total, rtol=1e-4, atol=1e-4)
 
 
-def on_real_ranks(dtype: torch.dtype) -> dict[str, Any]:
+def on_real_ranks(dtype: torch.dtype, joins_codes: bool) -> dict[str, Any]:
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")), {}
     node, local = mesh.get_coordinate() or (0, 0)
     for name, codes in CODES.items():
-        with fn.bind(mesh), fn.ledger() as sent:
+        as_device = mock.patch.object(transforms_owned, "_is_launched", return_value=joins_codes)
+        with fn.bind(mesh), as_device, fn.ledger() as sent:
             tx, params, each = fn.owned(inner(), AXES, **codes), start(dtype), []
             state, before = tx.init(params), dict(sent.sent)
             for t in range(3):
@@ -123,9 +126,10 @@ def on_real_ranks(dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_two_by_two_real_ranks_are_simulated_ones_and_equal_bit_for_bit(dtype: torch.dtype) -> None:
-    answers = ranks.run(4, on_real_ranks, dtype)
+@pytest.mark.parametrize(("dtype", "joins_codes"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+def test_two_by_two_real_ranks_are_simulated_ones_and_equal_bit_for_bit(dtype: torch.dtype, joins_codes: bool) -> None:
+    """Also where the codes of an owner's tensors are joined, as on a device."""
+    answers = ranks.run(4, on_real_ranks, dtype, joins_codes)
     for name, codes in CODES.items():
         expected, _, book = simulated(fn.owned(inner(), AXES, **codes), 2, 2, 3, dtype)
         first = answers[0][name][0]
@@ -197,6 +201,19 @@ def test_muon_over_two_axes_resumes_bit_for_bit_and_keeps_the_undelivered_mean_e
             assert len(senders) == shape[0] * bool(sent[i])
             for e in senders:
                 torch.testing.assert_close(e, mean[i - sum(not x for x in sent[:i])])
+
+
+@pytest.mark.parametrize("phase", [W, C])
+def test_a_nan_on_one_rank_skips_the_step_on_all(phase: Phase) -> None:
+    tx = fn.muon(0.1, axis=AXES, codec=fn.int8())
+    dims, grads = fn.rank_dims(tx.init(start())), gradients(2, 2, 0)
+    state = over_two(tx.init, 2, 2, None, dims)(start())
+    grads[2][1, 0, 3] = torch.nan
+    updates, after = over_two(tx.update(phase), 2, 2, (0, dims, None), (None, dims))(grads, state, start())
+    assert not any(bool(u.any()) for u in updates)
+    assert [int(n) for n in roles.find(after, "skips")] == [1]
+    for x, y in zip(roles.find(after, "errors"), roles.find(state, "errors"), strict=True):
+        assert all(map(torch.equal, tree.leaves(x), tree.leaves(y)))
 
 
 def test_links_that_communicate_within_a_node_are_refused() -> None:
