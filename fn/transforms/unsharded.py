@@ -146,7 +146,8 @@ def unsharded(
         leaves, structure = tree.flatten(pieces)
         cuts = _cuts(shards, leaves)
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
-        forms = [torch.empty(c.shape if c else x.shape, device="meta") for x, c in zip(leaves, cuts, strict=True)]
+        shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
+        forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
         stacks = facts.in_slices(tree.unflatten(structure, forms))
         is_stack = [flag for flag, cut in zip(stacks, cuts, strict=True) if cut is not None]
         divided = [form for form, cut in zip(forms, cuts, strict=True) if cut is not None]
