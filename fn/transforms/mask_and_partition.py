@@ -77,12 +77,23 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
                 return NewParams(_put(others, dict(zip(chosen, new.params, strict=True)))), state
             return _put(updates, dict(zip(chosen, new, strict=True))), state
 
-        return update
+        return Masked(inner_update, own_code(update))
 
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
     tx = combine([inner], init, masked, facts, exchange=exchange)
     return tx._replace(facts=of_branches(facts_of(tx), [facts_of(inner), Facts()]))
+
+
+class Masked(NamedTuple):
+    """The rule of `mask`. inner: the update of the chosen leaves."""
+
+    inner: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates, those of the chosen leaves by `inner`, and the next state."""
+        return self.run(updates, state, params)
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
