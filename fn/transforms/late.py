@@ -253,7 +253,8 @@ def _late(tx: Transform, correction: float) -> Transform:
     facts = facts._replace(averages=Averages(averaged.warmup, rounds, rounds))
     warm, at_once = LateWarmup(whole.warmup_update, warmup), exchange.after(keeps, Round(0, 0))
     made = Transform(init, warm, at_once, keeps, needs, exchange, facts)
-    return agreed(skip_nonfinite(made), facts.axes or None)
+    axis = facts.axes[0] if len(facts.axes) == 1 else facts.axes or None
+    return agreed(skip_nonfinite(made), axis)
 
 
 def _halves(tx: Transform) -> tuple[Transform, Transform]:
@@ -312,8 +313,10 @@ def _name(link: Transform) -> str:
 
 def _moves(rates: list[float | Tensor]) -> Tensor:
     """Return whether a rate is not 0, 0-d bool; True without any."""
-    numbers = [torch.as_tensor(lr, dtype=torch.float32) for lr in rates]
-    return torch.stack([x != 0 for x in numbers]).any() if numbers else torch.tensor(True, dtype=torch.bool)
+    flag = torch.tensor(not rates, dtype=torch.bool, device="cpu")
+    for lr in rates:
+        flag = torch.logical_or(flag, lr if isinstance(lr, Tensor) else torch.full_like(flag, lr != 0))
+    return flag
 
 
 def _chosen(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
