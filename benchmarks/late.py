@@ -2,8 +2,8 @@
 
     python -m benchmarks.late --json benchmarks/results/late.json --png docs/late.png        # root, iproute2; minutes
 
-Two ranks in network namespaces, one core each, joined by a link of 100 Mbit/s or 1 Gbit/s. A step waits 300 ms, of which
-the backward pass is two thirds, as `grid.py` does it. Three other measurements say what a late step should take:
+Two ranks in network namespaces, one core each, joined by a link of 100 Mbit/s or 1 Gbit/s. A step waits 300 ms, of
+which the backward pass is two thirds, as `grid.py` does it. Three other measurements say what a late step should take:
 
     alone = its step without a wait             coding + communication + outer step
     local = the same where messages go nowhere  coding + outer step
@@ -40,7 +40,7 @@ SIZE = (2, 256)
 """Layers and width of GPT-2's shapes: 1.6 million parameters beside the embeddings."""
 
 WORDS = {"words": 2048, "context": 256}
-WAIT, STEPS, REPEATS = 0.3, 5, 3
+WAIT, STEPS = 0.3, 10
 
 
 def labels(params: list[torch.Tensor]) -> list[str]:
@@ -77,7 +77,7 @@ class Late(Rank):
         model.seconds = 0.0 if self.settings["compute"] else wait
         product = torch.randn(512, 512)
         seconds = []
-        for step in range(4 + STEPS * REPEATS):
+        for step in range(4 + STEPS):
             dist.barrier() if step == 4 else None
             begin = time.perf_counter()
             while self.settings["compute"] and wait and time.process_time() < self.until(wait, step):

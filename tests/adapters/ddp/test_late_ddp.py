@@ -60,7 +60,8 @@ def by_hand(make: Any) -> list[torch.Tensor]:
 def compared() -> dict[str, list[list[torch.Tensor]]]:
     found = {}
     for name, make in {"adamw": fn.adamw, "muon": fn.muon, "sign_muon": fn.sign_muon}.items():
-        found[name] = [by_hand(make), *(under_ddp(view, none, make) for view in (False, True) for none in (False, True))]
+        ways = [(view, to_none) for view in (False, True) for to_none in (False, True)]
+        found[name] = [by_hand(make), *(under_ddp(*way, make) for way in ways)]
     return found
 
 
