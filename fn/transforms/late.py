@@ -130,7 +130,7 @@ def late(tx: Any, *, correction: float = 1.0) -> Any:
         ...         path.append(p)
         ...     return torch.stack(path)[:, 0]
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([0.0000, 0.1000, 0.2000, 0.2999])
+        tensor([0.0000, 0.1000, 0.2000, 0.2998])
 
     With correction 1 each step also takes back the update before, and takes the present one in its place: gradients are
     then taken where x + u_{t-1} predicts the params to be. Where every rate is 0, an update has no correction. A rate

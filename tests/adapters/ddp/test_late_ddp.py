@@ -46,8 +46,9 @@ def by_hand(make: Any) -> list[torch.Tensor]:
     """Accumulate without DDP, in one param group."""
     model = network()
     with fn.bind({"data": dist.group.WORLD}):
+        labels = {} if make is fn.adamw else {"labels": fn.labels_of(model)}  # which the adapter gives
         made = partial(fn.late(make), axis="data")
-        opt = fn.Optimizer(model.parameters(), made, schedule=fn.every(1, delay=1, start=2), lr=0.05)
+        opt = fn.Optimizer(model.parameters(), made, schedule=fn.every(1, delay=1, start=2), lr=0.05, **labels)
     for step in range(7):
         for x in batches(step, dist.get_rank()):
             model(x).square().mean().backward()
