@@ -106,6 +106,7 @@ def muon_of_shards(lr: Any = 0.02, *, axis: str, **hyper: Any) -> fn.Transform:
 
 CODED = Phase.WARMUP, Phase.COMPRESSED
 ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
+LATE = Phase.WARMUP, Round(0, None), Round(1, 0)
 
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
@@ -123,6 +124,10 @@ OTHERS = (
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
     Named("lion_vote", fn.lion_vote, CODED, fn.freeze_after(2)),
+    Named("adamw, late", fn.late(fn.adamw), LATE, fn.every(1, delay=1, start=2)),
+    Named("onebit_adam, late", fn.late(fn.onebit_adam), LATE, fn.every(1, delay=1, start=2)),
+    Named("muon, int8, late", fn.late(partial(fn.muon, codec=fn.int8())), LATE, fn.every(1, delay=1, start=2)),
+    Named("sign_muon, late", fn.late(fn.sign_muon), LATE, fn.every(1, delay=1, start=2)),
 )
 
 CONTRIB = (

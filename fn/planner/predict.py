@@ -184,11 +184,15 @@ def _of_all(fastest: Prediction, steady: Prediction) -> str:
     """Say which of all methods is the fastest, where that is one that leaves out exchanges."""
     if fastest.method.in_every_step or not _pays(fastest, steady):
         return ""
+    how = f"Its ranks exchange in one of {fastest.method.interval} steps, which changes what is learned: see "
+    how = f"{how}docs/choosing.md" if fastest.method.local or fastest.method.interval > 1 else LATER
     return (
         f" Of all methods, {fastest.method.label} is the fastest, {show_seconds(fastest.step)} a step "
-        f"({steady.step / fastest.step:.2f}x as fast). Its ranks exchange in one of {fastest.method.interval} steps, "
-        f"which changes what is learned: see docs/choosing.md."
+        f"({steady.step / fastest.step:.2f}x as fast). {how}."
     )
+
+
+LATER = "Its directions arrive a step late, which changes what is learned: see docs/late.md"
 
 
 def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:

@@ -129,7 +129,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
                 return NewParams(_put(others, _wholes(new.params, chosen))), state
             return _put(updates, _wholes(new, chosen)), state
 
-        return update
+        return Masked(inner_update, own_code(update))
 
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
@@ -153,6 +153,17 @@ def _batched(facts: Facts, branches: Sequence[Facts], places: Callable[[Tree], I
 
     is_refused = not facts.whole or any(said.whole and not said.batched for said in branches)
     return facts._replace(batched=False if is_refused else batched)
+
+
+class Masked(NamedTuple):
+    """The rule of `mask`. inner: the update of the chosen leaves."""
+
+    inner: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates, those of the chosen leaves by `inner`, and the next state."""
+        return self.run(updates, state, params)
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]

@@ -74,9 +74,10 @@ class Shards(NamedTuple):
 
 
 class Unsharded(NamedTuple):
-    """The rule of a step of `unsharded`. axis: over which the tensors are divided."""
+    """The rule of a step of `unsharded`. axis: over which the tensors are divided. inner: the inner update."""
 
     axis: str
+    inner: UpdateFn
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -205,7 +206,7 @@ def unsharded(
             return form.joined(pieces, updates), state._replace(inner=inside, errors=errors)
 
         # torch.compile gives up after 8 compilations of one code object, which all these updates would share.
-        return Unsharded(axis, own_code(update))
+        return Unsharded(axis, move, own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")

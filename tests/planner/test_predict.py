@@ -297,3 +297,13 @@ def test_owned_over_two_axes_takes_adamws_step_and_a_quarter_of_one_axis_in_code
     assert steps["muon, int8", "two-level"] < 2.4 < 8 < steps["muon, int8", "flat"]
     assert steps["muon", "two-level"] == pytest.approx(steps["adamw", "two-level"], rel=0.05)
     assert steps["muon", "flat"] > 30
+
+
+def test_a_late_message_travels_behind_the_whole_next_step():
+    """max(computation + coding, coding + communication), and the outer step is part of the coding."""
+    for compute, message in ((0.1, 3000), (0.001, 30000)):
+        parts = (part(1.0, message),)
+        late = predict(Method("m, late", "flat", True, parts, False, delay=1), FLAT, compute, 0.004)
+        alone = predict(Method("m", "flat", True, parts, False), FLAT, compute, 0.004).communication
+        assert late.step == pytest.approx(max(compute + 0.004, 0.004 + alone))
+        assert not late.method.in_every_step
