@@ -193,6 +193,7 @@ class Transform(NamedTuple):
         as a second moment that is frozen. `fn.Optimizer` begins with one then, whatever its schedule says.
     exchange: what follows the local step in a `Round`, where params are exchanged. None: a round is its phase.
     facts: what it says of itself. None: nothing, so that it counts as one that needs whole tensors.
+    links: of a chain those that it applies, also where a guard is around it; (): it is a link itself.
     """
 
     init: Callable[[Tree], Tree]
@@ -202,6 +203,7 @@ class Transform(NamedTuple):
     needs_warmup: frozenset[Phase] = frozenset()
     exchange: Exchange | None = None
     facts: Facts | None = None
+    links: tuple[Transform, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Transform:
         """Return the transform itself, as of a function: a copied lr would not be the one that closures have."""
@@ -278,10 +280,10 @@ def chain(*links: Transform) -> Transform:
 
     exchanges = [(place, link.exchange) for place, link in enumerate(links) if link.exchange is not None]
     for link in links[exchanges[0][0] + 1 :] if exchanges else ():
-        for f in _flat(link.compressed_update):
-            _check_hands_on(f)
+        for f in links_of(link.compressed_update):
+            _check_hands_on(f.update)
     exchange = _of_link(*exchanges[0]) if exchanges else None
-    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange)
+    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange, links=links)
 
 
 def _of_link(i: int, exchange: Exchange) -> Exchange:
@@ -314,12 +316,6 @@ class Chained(NamedTuple):
         return updates, tuple(after)
 
 
-def _flat(update: UpdateFn) -> list[UpdateFn]:
-    """Return the links of an update, of chains in it, too."""
-    update = original(update)
-    return [x for f in update.links for x in _flat(f)] if isinstance(update, Chained) else [update]
-
-
 def _check_hands_on(link: UpdateFn) -> None:
     if not _hands_on(link):
         wanted = "what returns new params, such as fn.outer, to be the last link"
@@ -340,6 +336,7 @@ def combine(
     facts: Facts = ELEMENTWISE,
     *,
     exchange: Exchange | None = None,
+    links: tuple[Transform, ...] = (),
 ) -> Transform:
     """Make a transform of others: in each phase, `compose(phase, updates)`.
 
@@ -361,7 +358,7 @@ def combine(
     needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
     all_facts = merged(facts, *map(facts_of, inner))
     warmup, compressed, local = map(update, Phase)
-    return Transform(start, warmup, compressed, local, needs_warmup, exchange, all_facts)
+    return Transform(start, warmup, compressed, local, needs_warmup, exchange, all_facts, links)
 
 
 def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:

@@ -110,6 +110,8 @@ ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
     Named("muon, of shards", muon_of_shards, CODED, fn.freeze_after(2), replicated=False, divided=True),
+    Named("normuon", fn.normuon, CODED, fn.freeze_after(2)),
+    Named("normuon, int8", partial(fn.normuon, codec=fn.int8()), CODED, fn.freeze_after(2)),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
@@ -166,7 +168,7 @@ CONTRIB_LINKS = {name: make for method in CONTRIB for name, make in method.links
 EVERY = (*OPTIMIZERS, *OTHERS, *CONTRIB)
 
 CODES = (
-    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "lion_vote")),
+    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "powersgd_adamw", "lion_vote")),
     Named("sign_muon, directions", partial(fn.sign_muon, votes="directions"), CODED, fn.freeze_after(2)),
     *(optimizer for optimizer in CONTRIB if optimizer.phases == CODED),
 )

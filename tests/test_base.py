@@ -230,3 +230,18 @@ def test_every_public_name_exists_and_is_listed_once_in_order():
     assert len(set(fn.__all__)) == len(fn.__all__)
     assert [name for name in fn.__all__ if not hasattr(fn, name)] == []
     assert sorted(fn.__all__) == list(fn.__all__)
+
+
+def test_a_chain_has_its_links_and_a_guard_hands_them_on():
+    links = fn.scale_by_adam(), fn.chain(fn.scale(2.0)), fn.scale_by_learning_rate(0.1)
+    tx = fn.chain(*links)
+    assert tx.links == links
+    assert fn.skip_nonfinite(tx).links == links
+    assert [link.links for link in links] == [(), links[1].links, ()]
+    assert len(fn.adamw(0.1).links) == 4
+    assert fn.partition({"all": tx}, {"w": "all"}).links == ()
+
+
+def test_links_that_stay_in_the_warm_up_are_the_links_of_a_chain_that_does():
+    tx = fn.unfrozen(fn.chain(fn.average("data"), fn.scale_by_adam()))
+    assert [link.compressed_update for link in tx.links] == [*tx.warmup_update.links]

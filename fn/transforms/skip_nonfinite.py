@@ -110,7 +110,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
         return Guarded(inner_update, looks, update if looks else local, partial(guarded, phase))
 
     exchange = inner.exchange and inner.exchange.within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
-    return combine([inner], init, lambda phase, updates_of: guarded(phase, *updates_of), exchange=exchange)
+    return combine([inner], init, lambda phase, of: guarded(phase, *of), exchange=exchange, links=inner.links)
 
 
 def _guards_itself(state: Tree) -> bool:

@@ -405,3 +405,14 @@ def test_a_state_of_other_params_is_refused():
 
     with pytest.raises(ValueError, match=r"^state: expected one for 1 tensors, but got 2; a state belongs"):
         fn.simulate(step, "data", 2)(torch.ones(2, 5, 4))
+
+
+@pytest.mark.reliability
+def test_a_step_of_powersgd_compiles_to_one_graph() -> None:
+    tx, params = fn.powersgd_adamw(axis="data"), [normal(12, 8), normal(5, seed=1)]
+    dims, g = fn.rank_dims(tx.init(params)), [normal(2, 12, 8), normal(2, 5)]
+    state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(params)
+    step = fn.simulate(tx.compressed_update, "data", 2, in_dims=(0, dims, None), out_dims=(None, dims))
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(g, state, params)
+    torch.testing.assert_close(tree.leaves(compiled), tree.leaves(step(g, state, params)))

@@ -9,8 +9,6 @@ import argparse
 import os
 import shlex
 import shutil
-import socket
-import struct
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fn.adapters.torchft.connect import LIGHTHOUSE, PORT, address_of, address_towards
+from fn.collectives.transports.tcp import interface_of
 
 ELSEWHERE = "192.0.2.1"
 """An address that is reserved for examples: the way to it is the way to other machines."""
@@ -75,7 +74,7 @@ def run_island(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
     ranks = flags.ranks or max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
     variables = {LIGHTHOUSE: f"http://{host}:{port}", SHARED_STORE: "1", **_quiet()}
     # gloo takes the address of the machine's name, which is that of the loopback interface on many.
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_of(own)) is not None:
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own)) is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     _become([*command, "--max-restarts", str(flags.restarts), *flags.script], variables)
@@ -99,21 +98,3 @@ def _own_address() -> str:
         return address_towards(ELSEWHERE, PORT)
     except OSError:  # no way out
         return "127.0.0.1"
-
-
-def _interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address; None if that is not known."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # without an address, or not Linux
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None

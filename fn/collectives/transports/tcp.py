@@ -511,6 +511,15 @@ def address_of(interface: str) -> tuple[str, int]:
         raise OSError(f"no address of the interface {interface!r}, which GLOO_SOCKET_IFNAME names: {error}") from error
 
 
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface that has an address; None if that is not known."""
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # without an address
+            if address_of(name)[0] == address:
+                return name
+    return None
+
+
 LINK_LOCAL = "20"
 """Scope of addresses that are of no use without the number of an interface, which differs between hosts."""
 
