@@ -1,7 +1,7 @@
 """The grid: every dtype, layout and size against the float64 loop over ranks, on two of gloo.
 
-Every pair of a size, a dtype and a layout occurs. A warm-up step is followed by two compressed ones, so that both errors
-of the compressed mean have been sent once.
+Every pair of a size, a dtype and a layout occurs. Two compressed steps follow a warm-up step, so that both errors of
+the compressed mean have been sent once.
 """
 
 from __future__ import annotations
