@@ -110,6 +110,8 @@ ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
     Named("muon, of shards", muon_of_shards, CODED, fn.freeze_after(2), replicated=False, divided=True),
+    Named("normuon", fn.normuon, CODED, fn.freeze_after(2)),
+    Named("normuon, int8", partial(fn.normuon, codec=fn.int8()), CODED, fn.freeze_after(2)),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),

@@ -30,6 +30,7 @@ def test_in_simulated_ranks(optimizer: Named) -> None:
         w.step(phase)
         assert form((w.params, w.state)) == start
         assert all(p.isfinite().all() for p in w.params.values())
+    assert all((p.float() != model()[name].float()).any() for name, p in w.params.items())
 
 
 def each_in_turn() -> dict[str, Any]:

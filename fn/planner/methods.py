@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
@@ -189,31 +189,19 @@ class Options(NamedTuple):
     density: float | None = None
 
 
-def rows(
-    interval: int = INTERVAL,
-    local_steps: int = LOCAL_STEPS,
-    rank: int | float | None = None,
-    density: float | None = None,
-    *,
-    contrib: bool = False,
-) -> list[Row]:
+def rows(*, contrib: bool = False, **options: Any) -> list[Row]:
     """Return the table of all methods.
 
-    Args: interval, local_steps, rank, density: as for `Options`. contrib: whether the methods of `fn.contrib` are in
-        it, whose files have their rows.
+    Args: contrib: whether the methods of `fn.contrib` are in it, whose files make their rows of this module and the
+        options, in a function `plan_rows`. options: those of `Options`.
     """
-    options = Options(interval, local_steps, rank, density)
-    return _core_rows(options) + (_rows_of_contrib(options) if contrib else [])
+    made = Options(**options)
+    files = import_module("fn.contrib").modules() if contrib else []
+    here = sys.modules[__name__]
+    return _core_rows(*made) + [r for file in files if hasattr(file, "plan_rows") for r in file.plan_rows(here, made)]
 
 
-def _rows_of_contrib(options: Options) -> list[Row]:
-    """Return what the files of `fn.contrib` make of this module and the options in their function `plan_rows`."""
-    files, here = import_module("fn.contrib").modules(), sys.modules[__name__]
-    return [row for file in files if hasattr(file, "plan_rows") for row in file.plan_rows(here, options)]
-
-
-def _core_rows(options: Options) -> list[Row]:
-    interval, local_steps, rank, density = options
+def _core_rows(interval: int, local_steps: int, rank: int | float | None, density: float | None) -> list[Row]:
     codes, low_rank = traffic.codes, traffic.low_rank
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     in_bytes = partial(codes, codec=INT8)
@@ -244,9 +232,9 @@ def _core_rows(options: Options) -> list[Row]:
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
-        Row("muon", traffic.owned, 16, compressed=False, two_level=False),
+        Row("muon", traffic.owned, 16, compressed=False, two_level=False, alike=("normuon",)),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
-        Row("sign_muon", votes, 16, coded=24),
+        Row("sign_muon", lambda model, ranks: votes(traffic.in_slices(model), ranks), 16, coded=24),
         Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),
@@ -275,22 +263,12 @@ def show_part(rank: int | float) -> str:
     return f"1/{round(1 / rank)}" if round(1 / rank) * rank == 1 else f"{rank:g}"
 
 
-def methods(
-    model: Model,
-    net: Network,
-    *,
-    bucket: int = traffic.BUCKET,
-    interval: int = INTERVAL,
-    local_steps: int = LOCAL_STEPS,
-    rank: int | float | None = None,
-    density: float | None = None,
-    contrib: bool = False,
-) -> list[Method]:
+def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, **options: Any) -> list[Method]:
     """Return all methods on all topologies that the network has.
 
-    Args: bucket: bytes of gradients in a part of an overlapped method. The rest as for `rows`.
+    Args: bucket: bytes of gradients in a part of an overlapped method. options: as for `rows`.
     """
-    table = [row for row in rows(interval, local_steps, rank, density, contrib=contrib) if row.fits(model)]
+    table = [row for row in rows(**options) if row.fits(model)]
     on_all = [method(row, model, net.world, bucket) for row in table]
     if net.nodes == 1 or net.per_node == 1:
         return on_all

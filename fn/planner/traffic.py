@@ -80,6 +80,12 @@ def of_runs(runs: Iterable[tuple[Shape, int]], width: int) -> Model:
     return Model(tuple(shape for shape, _ in some), width, tuple(times for _, times in some))
 
 
+def in_slices(shapes: Model) -> Model:
+    """Return the model whose stacks of matrices, such as experts (e, m, n), are e tensors, as owners count them."""
+    runs = [(shape[1:], times * shape[0]) if len(shape) > 2 else (shape, times) for shape, times in shapes.runs]
+    return of_runs(runs, shapes.width)
+
+
 def of_shapes(shapes: Iterable[Shape], width: int) -> Model:
     """Return the model of parameters of these shapes."""
     return of_runs([(shape, len(list(same))) for shape, same in groupby(shapes)], width)
@@ -185,7 +191,11 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
 
 
 def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
-    """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least."""
+    """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least.
+
+    Tensors of three dimensions and more count as stacks of matrices with the label "hidden", of which it owns slices.
+    """
+    shapes = in_slices(shapes)
 
     def message(collective: str, codec: Codec, width: int) -> list[Message]:
         sizes = {n: _piece_bytes(codec, _padded({n: 1}, 1, codec.align), _DTYPES[width]) for n in shapes.lengths}
@@ -396,17 +406,6 @@ def chunks(sides: Shape, tile: int) -> list[tuple[int, int]]:
     cuts = [((tile, n - n % tile), (n % tile, n % tile)) for n in sides]  # of each side the whole tiles, and the rest
     parts = [[math.prod(numbers) for numbers in zip(*part, strict=True)] for part in product(*cuts)]
     return [(n, size) for n, size in parts if size]
-
-
-def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
-    """Return the messages of DeepSpeed: tensor by tensor, bits and scales apart, four collectives each."""
-    messages = []
-    for n in shapes.lengths.elements():
-        bits = (ranks - 1) * -(-n // (ranks * 8))
-        scale = (ranks - 1) * 4
-        messages += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
-        messages += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
-    return messages if ranks > 1 else []
 
 
 def _all_reduce(size: int, ranks: int) -> int:

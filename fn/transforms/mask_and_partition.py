@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,12 +54,13 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     def places(params: Tree) -> list[int]:
         check_params(params)
-        flags = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
-        for path, leaf in zip(tree.paths(flags), tree.leaves(flags), strict=True):
-            # True and False only: to ask a tensor in each step would wait for its device.
-            if type(leaf) is not bool:
-                raise TypeError(expected("mask", f"leaf {path!r} to be True or False", type(leaf).__name__))
-        return [i for i, keep in enumerate(tree.leaves(flags)) if keep]
+        flags = tree.spread(mask, params, "mask")
+        # True and False only: to ask a tensor in each step would wait for its device.
+        if not {*map(type, flags)} <= {bool}:
+            i = next(i for i, leaf in enumerate(flags) if type(leaf) is not bool)
+            wanted = f"leaf {tree.paths(params)[i]!r} to be True or False"
+            raise TypeError(expected("mask", wanted, type(flags[i]).__name__))
+        return [i for i, keep in enumerate(flags) if keep]
 
     def init(params: Tree) -> Tree:
         return inner.init(_pick(params, places(params)))
@@ -82,7 +83,25 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
     tx = combine([inner], init, masked, facts, exchange=exchange)
-    return tx._replace(facts=of_branches(facts_of(tx), [facts_of(inner), Facts()]))
+    facts = of_branches(facts_of(tx), [facts_of(inner), Facts()])
+    return tx._replace(facts=_batched(facts, [facts_of(inner)], lambda params: [places(params)]))
+
+
+def _batched(facts: Facts, branches: Sequence[Facts], places: Callable[[Tree], Iterable[list[int]]]) -> Facts:
+    """Return facts that say of each leaf whether it is a batch. places: params -> the leaves of each branch."""
+
+    def batched(params: Tree) -> list[bool]:
+        leaves = tree.leaves(params)
+        flags = [False] * len(leaves)
+        for said, chosen in zip(branches, places(params), strict=True):
+            some = [leaves[i] for i in chosen]
+            of_some = said.batched(some) if callable(said.batched) else [said.batched] * len(some)
+            for i, flag in zip(chosen, of_some, strict=True):
+                flags[i] = flag
+        return flags
+
+    is_refused = not facts.whole or any(said.whole and not said.batched for said in branches)
+    return facts._replace(batched=False if is_refused else batched)
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
@@ -143,7 +162,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
 
     def places(params: Tree) -> dict[str, list[int]]:
         check_params(params)
-        flat = tree.leaves(tree.in_order(labels(params) if callable(labels) else labels, params, "labels"))
+        flat = tree.spread(labels, params, "labels")
         unknown = sorted({str(label) for label in flat} - set(transforms))
         if unknown:
             raise ValueError(expected("labels", f"names of transforms, of {sorted(transforms)}", f"{unknown}"))
@@ -183,7 +202,26 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     ]
     exchange = _one_after_the_other(exchanges) if exchanges else None
     tx = combine([*transforms.values()], init, compose, facts, exchange=exchange)
-    return tx._replace(facts=of_branches(facts_of(tx), [*map(facts_of, transforms.values())]))
+    branches = [*map(facts_of, transforms.values())]
+    facts = of_branches(facts_of(tx), branches)
+    return tx._replace(facts=_batched(facts, branches, lambda params: places(params).values()))
+
+
+def in_slices(inner: Transform, cut: Callable[[Tree], list[bool]]) -> Transform:
+    """Return a transform that sees some stacks in slices. Args: cut: params -> whether each leaf is one of them."""
+
+    def init(params: Tree) -> Tree:
+        return inner.init(tree.sliced(params, cut(params)))
+
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            flags, updates = cut(params), tree.in_order(updates, params, "updates")
+            new, state = updates_of[0](tree.sliced(updates, flags), state, tree.sliced(params, flags))
+            return tree.stacked(tree.leaves(new), params, flags), state
+
+        return update
+
+    return combine([inner], init, compose)
 
 
 def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, list[int]]]) -> Exchange:
@@ -244,14 +282,18 @@ of them. None: a function of the shapes."""
 
 
 def hidden_and_other(
-    labels: Labels, names: Mapping[str, str], is_hidden: Callable[[Tensor], bool]
+    labels: Labels, names: Mapping[str, str], is_hidden: Callable[[Tensor], bool] | None = None
 ) -> Callable[[Tree], Tree]:
     """Return labels for `partition` from those of `fn.labels_of`, whose tensors `is_hidden` must take, too.
 
     Args: labels: "hidden" and "other"; None: by `is_hidden` alone. names: the label of `partition` for each of both.
-        is_hidden: of a tensor, whether the optimizer of hidden matrices can take it.
+        is_hidden: of a tensor, whether the optimizer of hidden matrices can take it. None: matrices, and stacks of them
+            where a label says so, for without labels they may be convolutions.
     Raises: from the function that is returned, ValueError for other labels.
     """
+
+    if is_hidden is None:
+        is_hidden = (lambda p: p.ndim == 2) if labels is None else (lambda p: p.ndim >= 2)
 
     def named(params: Tree) -> Tree:
         shapes = tree.map(lambda p: "hidden" if is_hidden(p) else "other", params)

@@ -7,7 +7,8 @@
 
 `fn.sharded` cuts tensors into pieces, which is what element-wise links can have. Muon, LAMB and all that needs whole
 matrices can have this. The inner links see a tree like the params, in which tensors of other ranks have no elements;
-under `simulate`, where all ranks have equal shapes, they are zeros.
+under `simulate`, where all ranks have equal shapes, they are zeros. Of a stack of matrices, such as the experts of a
+layer, they see slices (`fn.tree.Slices`), which ranks own one by one, where they take each matrix by itself.
 
     >>> import torch, fn
     >>> tx = fn.owned(fn.chain(fn.scale_by_muon(), fn.scale_by_learning_rate(0.1)), "data")
@@ -56,12 +57,12 @@ Costs = Tree | Callable[[Tree], Tree] | None
 
 @declare(rank_local=("inner", "back"), errors=("back",), owned=("inner", "back"), plan=("owners",), others=("inner",))
 class OwnedState(NamedTuple):
-    """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor.
+    """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor, or slice.
 
     inner: the inner state, of own tensors; those of others have no elements.
     errors: residual errors of the gradients, of all tensors; () where they travel exactly. There are no servers.
     back: residual errors of the updates, at their owners; () where these travel exactly.
-    owners: the rank that owns each tensor, (n,) int64.
+    owners: the rank that owns each tensor or slice, (n,) int64.
     """
 
     inner: Tree
@@ -117,6 +118,8 @@ def owned(
         inner: what updates own tensors. It must not communicate over `axis`, on which every rank has other tensors, nor
             need all of them, as a norm of the whole tree does. A link of your own says so in its facts (`fn.Facts`).
             One without a compressed phase takes its warm-up steps in every phase.
+            Where its facts say that it takes each matrix of a stack by itself (`batched`), as `scale_by_muon` does,
+            ranks own slices of stacks; else a tensor of three dimensions is owned whole.
         axis: the axis' name.
         codec: how gradients travel to the owners in the compressed phase; None is exactly.
         gather: how updates travel back in the compressed phase; None is exactly.
@@ -142,6 +145,13 @@ def owned(
     if feedback is not None and codec is None and gather is None:
         raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
 
+    facts = facts_of(inner)
+
+    def planned(params: Tree) -> tuple[list[bool], tuple[int, ...]]:
+        """Return which leaves are cut into slices, and who owns each tensor and slice."""
+        cut = facts.in_slices(params)
+        return cut, plan(params, axis_size(axis), cost, cut)
+
     def errors_of(leaves: Sequence[Tensor], hop: Hop) -> tuple[Tree, ...]:
         if hop.exact:
             return tuple(() for _ in leaves)
@@ -152,10 +162,9 @@ def owned(
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
         _check_whole(params)
+        cut, owners = planned(params)
         # Detached: clones below would carry the graph of the params into the state.
-        params = tree.map(Tensor.detach, params)
-        leaves, structure = tree.flatten(params)
-        owners = plan(params, axis_size(axis), cost)
+        leaves, structure = tree.flatten(tree.sliced(tree.map(Tensor.detach, params), cut))
         fields = {**describe((to_owner, to_all, inner)), **describe_leaves(params), "owners": owners}
         # Before anything is sent: with other owners on another rank, both would wait for what nobody sends.
         check_agreement(axis, fields, device_of(params))
@@ -182,9 +191,9 @@ def owned(
                 check_state(state, OwnedState)
                 check_params(params)
                 tree.check_updates(updates, params)
-                leaves, structure = tree.flatten(params)
-                grads = tree.leaves(tree.in_order(updates, params, "updates"))
-                owners = plan(params, axis_size(axis), cost)
+                cut, owners = planned(params)
+                leaves, structure = tree.flatten(tree.sliced(params, cut))
+                grads = tree.leaves(tree.sliced(tree.in_order(updates, params, "updates"), cut))
                 check_owners(state, owners)
                 codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
                 worker, of_owners = state.errors.worker, state.back
@@ -205,15 +214,15 @@ def owned(
                 else:
                     gathered = _exact_updates(tree.leaves(moves), leaves, owners, axis)
                 errors = state.errors._replace(worker=worker)
-                return tree.unflatten(structure, gathered), OwnedState(inside, errors, of_owners, state.owners)
+                return tree.stacked(gathered, params, cut), OwnedState(inside, errors, of_owners, state.owners)
 
             return Owned(move, by, own_code(update))
 
         return by(getattr(inner, f"{inner_phase.value}_update"))
 
     local = missing(Phase.LOCAL, "an optimizer of owned tensors")
-    facts = merged(facts_of(inner), Facts((axis,), ("owned",)))
-    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
+    facts_here = merged(facts, Facts((axis,), ("owned",)))
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts_here)
 
 
 def _check_inner(inner: Any, axis: Any) -> None:
@@ -245,40 +254,50 @@ def _check_whole(params: Tree) -> None:
             raise TypeError(expected("params", f"leaf {path or 'the root'!r} to be a whole tensor", got, cure))
 
 
-def newton_schulz_costs(params: Tree) -> Tree:
+def newton_schulz_costs(params: Tree, flatten: bool = True) -> Tree:
     """Return what orthogonalising each matrix costs: the smaller side squared times the larger; of others elements.
+
+    Args: flatten: whether a tensor (n, ...) counts as a matrix (n, all others), or as a stack of matrices.
 
     >>> import torch
     >>> newton_schulz_costs([torch.zeros(6, 2), torch.zeros(2, 6), torch.zeros(5)])
     [24, 24, 5]
     """
 
-    def cost(p: Tensor) -> int:
-        rows = p.shape[0] if p.ndim > 1 else 1
-        # a tensor (n, ...) counts as a matrix (n, all others)
-        return p.numel() * (min(rows, p.numel() // max(1, rows)) if p.ndim > 1 else 1)
-
-    return tree.map(cost, params)
+    return tree.map(lambda p: _newton_schulz_cost(p.shape, flatten), params)
 
 
-def plan(params: Tree, world: int, cost: Costs = None) -> tuple[int, ...]:
-    """Return the rank that owns each leaf, the same on all ranks.
+def _newton_schulz_cost(shape: torch.Size, flatten: bool = True) -> int:
+    if len(shape) < 2:
+        return shape.numel()
+    return shape.numel() * min(*((shape[0], shape[1:].numel()) if flatten else shape[-2:]))
 
-    Leaves of a shape and cost go to all ranks in turn. Those that are left over, fewer than there are ranks, go to the
+
+def plan(params: Tree, world: int, cost: Costs = None, cut: Sequence[bool] | None = None) -> tuple[int, ...]:
+    """Return the rank that owns each leaf, the same on all ranks, and of leaves that are cut each slice.
+
+    Tensors of a shape and cost go to all ranks in turn. Those that are left over, fewer than there are ranks, go to the
     ranks that have least to do, the costliest shapes first.
 
-    Args: params: whose shapes matter. world: the number of ranks. cost: as for `owned`.
+    Args: params: whose shapes matter. world: the number of ranks. cost: as for `owned`. cut: see `Facts.in_slices`.
     Raises: ValueError or TypeError for costs that are no finite numbers of at least 0, one for each leaf.
     """
     leaves = tree.leaves(params)
-    costs = tree.leaves(_costs(params, cost))
-    return _planned(tuple((leaf.shape, float(price)) for leaf, price in zip(leaves, costs, strict=True)), world)
+    cut = [False] * len(leaves) if cut is None else cut
+    counts = [len(leaf) if is_cut else 1 for leaf, is_cut in zip(leaves, cut, strict=True)]
+    # Each slice counts as a tensor of its own; a cost that is given is that of all slices.
+    shapes = [leaf.shape[1:] if is_cut else leaf.shape for leaf, is_cut in zip(leaves, cut, strict=True)]
+    if cost is None:
+        prices = [*map(_newton_schulz_cost, shapes)]
+    else:
+        prices = [price / n for price, n in zip(tree.leaves(_costs(params, cost)), counts, strict=True)]
+    each = zip(shapes, prices, counts, strict=True)
+    return _planned(tuple((shape, float(price)) for shape, price, n in each for _ in range(n)), world)
 
 
 def _costs(params: Tree, cost: Costs) -> Tree:
-    made = newton_schulz_costs(params) if cost is None else cost(params) if callable(cost) else cost
-    made = tree.in_order(made, params, "cost")
-    for path, price in zip(tree.paths(made), tree.leaves(made), strict=True) if cost is not None else ():
+    made = tree.in_order(cost(params) if callable(cost) else cost, params, "cost")
+    for path, price in zip(tree.paths(made), tree.leaves(made), strict=True):
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
             raise ValueError(expected("cost", f"leaf {path!r} to be a finite number of at least 0", f"{price!r}"))
     return made

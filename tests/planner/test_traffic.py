@@ -43,9 +43,11 @@ def counted_of(messages: list[Message]) -> Counter[tuple[str, str]]:
     return +found
 
 
-def step(tx: fn.Transform, phase: fn.Phase | fn.Round, ranks: traffic.Ranks) -> fn.Ledger:
-    """Count a step over SHAPES on simulated ranks."""
-    params = [torch.ones(shape) for shape in SHAPES]
+def step(
+    tx: fn.Transform, phase: fn.Phase | fn.Round, ranks: traffic.Ranks, shapes: tuple[traffic.Shape, ...] = SHAPES
+) -> fn.Ledger:
+    """Count a step over tensors of these shapes on simulated ranks."""
+    params = [torch.ones(shape) for shape in shapes]
 
     def run(x):
         state = tx.init(params)
@@ -105,7 +107,7 @@ MAKES = {
     "loco_adamw, int4, int8 back": [partial(fn.loco_adamw, gather=fn.int8(), master=True)],
     "powersgd_adamw, rank 4": [fn.powersgd_adamw],
     "dion, rank 1/4": [fn.dion],
-    "muon": [fn.muon],
+    "muon": [fn.muon, fn.normuon],
     "muon, int8": [partial(fn.muon, codec=fn.int8())],
     "sign_muon": [fn.sign_muon],
     "lion_vote": [fn.lion_vote],
@@ -165,6 +167,18 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     if row.local and isinstance(ranks, tuple):
         each = [message for _, part in method.each_step for message in part]
         assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)
+
+
+@pytest.mark.parametrize("name", ["muon", "muon, int8", "sign_muon", "dion2, rows 1/4"])
+def test_experts_count_by_slices(name):
+    """As they are owned, voted on and chosen from where a label says that a stack is hidden."""
+    shapes = ((5,), (3, 7), (3, 6, 5), (4, 16, 8))
+    (row,) = [row for row in rows(contrib=True) if row.name == name]
+    labels = ["hidden" if len(shape) > 1 else "other" for shape in shapes]
+    phase = fn.Phase.COMPRESSED if row.compressed else fn.Phase.WARMUP
+    for make in MAKES[name]:
+        book = step(make(axis="data", labels=labels), phase, 3, shapes)
+        assert Counter(book.sent) == counted_of(method_of(row, traffic.Model(shapes), 3).messages)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -390,12 +390,15 @@ def first_and_later(transform: Transform, schedule: Schedule) -> set[Phase]:
 
 
 def refuse_thawed(frozen: list[tuple[str, Tensor]]) -> None:
-    """Refuse a step in which a parameter requires gradients that has no state, with a ValueError that names it."""
+    """Refuse a step in which a parameter requires gradients that has no state, with a ValueError that names it.
+
+    As `requires_grad` is switched on all ranks alike, none of them falls silent: the cure needs their connections.
+    """
     for name, p in frozen:
         if p.requires_grad:
             wanted = f"parameter {name} to go on without gradients, as when the optimizer was made: it has no state"
             cure = "call add_param_group with it on all ranks"
-            raise ValueError(expected("requires_grad", wanted, "one that requires them", cure))
+            raise RefusedByAll(expected("requires_grad", wanted, "one that requires them", cure))
 
 
 def inside_of(core: Core) -> set[str]:

@@ -204,8 +204,8 @@ def divided(core: Core) -> dict[str, DTensor]:
         params = [p for group in unit.groups for p in group["params"]]
         if not any(isinstance(p, DTensor) for p in params):
             continue
-        # (1000 + i, 1, ...) for parameter i, of as many dimensions as it has: some links treat matrices otherwise.
-        shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
+        # (..., 1, 1000 + i, 1) for parameter i, of as many dimensions as it has: some links treat matrices otherwise.
+        shapes = [((1,) * max(0, p.ndim - 2) + (1000 + i, 1))[: p.ndim] for i, p in enumerate(params)]
         members = iter([x.new_zeros(shape) for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
         like = {shape: p for shape, p in zip(shapes, params, strict=True) if p.ndim and isinstance(p, DTensor)}

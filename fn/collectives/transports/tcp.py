@@ -515,7 +515,7 @@ def interface_of(address: str) -> str | None:
     """Return the name of the network interface that has an address; None if that is not known."""
     for _, name in socket.if_nameindex():
         with suppress(OSError):  # without an address
-            if _address_of(name)[0] == address:
+            if address_of(name)[0] == address:
                 return name
     return None
 

@@ -94,3 +94,52 @@ def test_what_needed_no_gradient_at_construction_is_left_out_and_named_where_it_
     opt.step()
     assert used[0] != 1
     assert frozen[0] != 1
+
+
+THAWED: dict[str, Any] = {
+    **MAKES,
+    "DiLoCo": (fn.diloco, fn.every(3, start=1)),
+    "owned Muon": (fn.muon, None),
+    "votes of Muon": (fn.sign_muon, fn.freeze_after(0)),
+}
+
+
+def thawed(name: str) -> tuple[list[str], torch.Tensor, list[torch.Tensor]]:
+    """Return what steps said, the layer when it was thawed, and the params behind the cure and a synchronisation."""
+    (make, schedule), model = THAWED[name], torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 6))
+    model[0].requires_grad_(False)
+    with fn.bind({"data": dist.group.WORLD}):
+        more = {"labels": fn.labels_of(model)} if "Muon" in name else {}
+        opt = fn.Optimizer(model.named_parameters(), partial(make, axis="data"), schedule=schedule, lr=0.05, **more)
+    generator, said = torch.Generator().manual_seed(dist.get_rank()), []
+
+    def step() -> None:
+        model(torch.randn(8, 6, generator=generator)).square().sum().backward()
+        try:
+            opt.step()
+        except ValueError as error:
+            said.append(str(error))
+            opt.add_param_group({"params": [(f"0.{name}", p) for name, p in model[0].named_parameters()]})
+            opt.step()
+        opt.zero_grad()
+
+    for _ in range(2):
+        step()
+    before = model[0].weight.detach().clone()
+    model[0].requires_grad_(True)
+    for _ in range(2, len(STEPS)):
+        step()
+    return said, before, [p.detach().clone() for p in model.parameters()]
+
+
+def all_thawed() -> dict[str, Any]:
+    return {name: thawed(name) for name in THAWED}
+
+
+def test_what_is_thawed_on_all_ranks_is_refused_on_all_and_trains_behind_the_cure():
+    """Connections that were closed by the refusal would let no rank take a step again, behind the cure neither."""
+    one, other = ranks.run(2, all_thawed)
+    for name, (said, before, params) in one.items():
+        assert ["call add_param_group" in text and "0.weight" in text for text in said] == [True], name
+        assert not torch.equal(params[0], before), name
+        assert all(map(torch.equal, params, other[name][2])), name
