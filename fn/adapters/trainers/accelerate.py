@@ -1,4 +1,4 @@
-"""accelerate with an optimizer of `fn`, and its `LocalSGD` with codes and an outer optimizer.
+"""accelerate with an optimizer of `fn`, and its LocalSGD with codes and an outer optimizer.
 
     accelerator = Accelerator()
     pair = fn.adapters.trainers.hf.factory(fn.muloco, lr=0.02, schedule=fn.every(30), codec=fn.int8())
@@ -33,18 +33,18 @@ __all__ = ["LocalSGD", "prepare"]
 
 
 def prepare(accelerator: Any, model: nn.Module, opt: Any) -> tuple[nn.Module, Any]:
-    """Prepare a model and an optimizer of `fn` with an `Accelerator`: `model, opt = prepare(accelerator, model, opt)`.
+    """Prepare a model and an optimizer of `fn` with an Accelerator: model, opt = prepare(accelerator, model, opt).
 
-    DDP then sends nothing: the optimizer communicates in `opt.step()`. `accelerator.save_state` saves each rank's own,
-    with the params that all ranks agree on as the model, and `load_state` continues bit for bit. Evaluate inside of
-    `with fn.adapters.agreed_params(opt.optimizer):`. To clip, give the optimizer `max_norm`.
+    DDP then sends nothing: the optimizer communicates in opt.step(). accelerator.save_state saves each rank's own,
+    with the params that all ranks agree on as the model, and load_state continues bit for bit. Evaluate inside of
+    with fn.adapters.agreed_params(opt.optimizer):. To clip, give the optimizer max_norm.
 
     Args:
         accelerator: without DeepSpeed and FSDP.
-        model: that `accelerator.prepare` has not wrapped yet.
+        model: that accelerator.prepare has not wrapped yet.
         opt: an `fn.Optimizer` over its parameters, or what `fn.adapters.trainers.hf.factory` returns, of which one is
             made for all ranks, with the labels of the model.
-    Returns: the model and the optimizer as `accelerator.prepare` returns them.
+    Returns: the model and the optimizer as accelerator.prepare returns them.
     Raises: TypeError for another optimizer; ValueError, with the cure, for DeepSpeed, FSDP, find_unused_parameters, and
         fp16 with local steps.
     """
@@ -85,7 +85,7 @@ def refuse_scaling(accelerator: Any, local: bool) -> None:
 
 
 class LocalSGD:
-    """accelerate's `LocalSGD`, and with codes or an outer optimizer more than it.
+    """accelerate's LocalSGD, and with codes or an outer optimizer more than it.
 
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, codec=fn.int8()) as local_sgd:
             for batch in loader:
@@ -148,7 +148,7 @@ class LocalSGD:
         super().__exit__(*raised)  # type: ignore[misc]
 
     def step(self) -> None:
-        """Count a step; behind every `local_sgd_steps`-th the ranks average."""
+        """Count a step; behind every local_sgd_steps-th the ranks average."""
         super().step()  # type: ignore[misc]
 
     def _sync_and_avg_model_params(self) -> None:

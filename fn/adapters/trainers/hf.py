@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with an optimizer of `fn`, or with its own optimizer and gradients in codes.
+"""transformers.Trainer with an optimizer of `fn`, or with its own optimizer and gradients in codes.
 
     pair = hf.factory(fn.muloco, lr=0.02, schedule=fn.every(30), codec=fn.int8())
     trainer = Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=pair)
@@ -31,6 +31,7 @@ from fn.collectives.axis import ranks_around
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.integer import int4
 from fn.collectives.feedback import Feedback, damped
+from fn.collectives.ledger import Ledger
 from fn.errors import expected
 from fn.schedules import Schedule
 
@@ -40,14 +41,14 @@ __all__ = ["Callback", "average_gradients", "factory"]
 def factory(
     make: Callable[..., Transform], *, lr: float | Tensor, schedule: Schedule | None = None, **numbers: Any
 ) -> tuple[Factory, dict[str, Any]]:
-    """Return the pair with which a `Trainer` makes an optimizer of `fn`: its `optimizer_cls_and_kwargs`.
+    """Return the pair with which a Trainer makes an optimizer of `fn`, its argument optimizer_cls_and_kwargs.
 
     Args:
         make: a named optimizer, such as `fn.muloco`; it is given axis="data" for all ranks, and if it takes labels, as
             `fn.muon` does, those of `fn.labels_of(model)`.
-        lr: the learning rate, in place of `TrainingArguments(learning_rate=)`; the Trainer's scheduler multiplies it.
+        lr: the learning rate, in place of TrainingArguments(learning_rate=); the Trainer's scheduler multiplies it.
         schedule: step -> Phase or Round, steps as the Trainer counts them. None: always warm-up.
-        **numbers: max_norm, weight_decay and whatever else `fn.Optimizer` and `make` take.
+        **numbers: max_norm, weight_decay and whatever else `fn.Optimizer` and make take.
 
     >>> import fn
     >>> optimizer_cls_and_kwargs = factory(fn.diloco, lr=4e-4, schedule=fn.every(30), codec=fn.int8())
@@ -67,17 +68,18 @@ class Factory(NamedTuple):
 
     def optimizer(self, model: nn.Module, **options: Any) -> Optimizer:
         """Make the optimizer of a model that is not wrapped yet."""
-        if ranks_around() > 1 and (self.callback is None or not self.callback.is_added()):
+        added = self.callback is not None and self.callback in self.callback.trainer.callback_handler.callbacks
+        if ranks_around() > 1 and not added:
             cure = "trainer.add_callback(hf.Callback(trainer)) before trainer.train()"
             raise ValueError(expected("trainer", "an fn.adapters.trainers.hf.Callback", "none", cure))
         opt = ranks.optimizer_of(model, self.make, options)
         if self.callback is not None:
-            self.callback.follow(opt)
+            self.callback.opt, self.callback.sent = opt, ranks.counting(opt)
         return opt
 
 
 class _Callback(ABC):
-    """A `TrainerCallback`, whose class is made when the first one is: transformers is imported by then."""
+    """A TrainerCallback, whose class is made when the first one is: transformers is imported by then."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         from transformers import TrainerCallback
@@ -114,26 +116,29 @@ class _Callback(ABC):
 
 
 class Callback(_Callback):
-    """Let a `Trainer` train with the optimizer of `factory`: `trainer.add_callback(hf.Callback(trainer))`.
+    """Let a Trainer train with the optimizer of `factory`.
 
-    DDP then sends nothing. `max_grad_norm` and `weight_decay` of the Trainer become the optimizer's. Each rank's state
-    is saved in the checkpoint, and `resume_from_checkpoint` continues bit for bit. `evaluate`, `predict`, `save_model`
-    and the model after `train` have the params that all ranks agree on. The log has the bytes that rank 0 sent so far,
+        trainer.add_callback(hf.Callback(trainer))
+
+    DDP then sends nothing. max_grad_norm and weight_decay of the Trainer become the optimizer's. Each rank's state
+    is saved in the checkpoint, and resume_from_checkpoint continues bit for bit. evaluate, predict, save_model
+    and the model after train have the params that all ranks agree on. The log has the bytes that rank 0 sent so far,
     and the steps that were skipped for a NaN or Inf.
 
-    Args: trainer: a `transformers.Trainer` with `optimizer_cls_and_kwargs=hf.factory(...)`.
+    Args: trainer: a transformers.Trainer with optimizer_cls_and_kwargs=hf.factory(...).
     Raises: TypeError without that; ValueError, with the cure, for deepspeed, fsdp, find_unused_parameters, fp16 with
         local steps, and for a number that is given twice.
     """
 
     def __init__(self, trainer: Any) -> None:
         given: tuple[Any, dict[str, Any]] = trainer.optimizer_cls_and_kwargs or (None, {})
-        made_by, numbers = given
+        made_by, numbers = given[0], dict(given[1])
         if not isinstance(made_by, Factory):
             wanted, got = "optimizer_cls_and_kwargs=hf.factory(...)", type(made_by).__name__
             raise TypeError(expected("trainer", wanted, got, "hf.average_gradients keeps the Trainer's optimizer"))
         super().__init__(trainer)
         self.opt: Any = None
+        self.sent = Ledger()
         args, self.local = trainer.args, ranks.has_local_steps(numbers["schedule"])
         ranks.refuse(
             ("ddp_find_unused_parameters", "False", args.ddp_find_unused_parameters, ranks.UNUSED),
@@ -144,7 +149,6 @@ class Callback(_Callback):
             if getattr(args, name) != default[name]:
                 cure = "give it to hf.factory, for the Trainer hands none of its optimizer's numbers over"
                 raise ValueError(expected(name, f"its default, {default[name]}", f"{getattr(args, name)}", cure))
-        numbers = dict(numbers)
         for name, ours in (("max_grad_norm", "max_norm"), ("weight_decay", "weight_decay")):
             number = getattr(args, name)
             if ours in numbers and number not in (default[name], 0.0, numbers[ours]):
@@ -163,14 +167,6 @@ class Callback(_Callback):
         trainer.log = self._logging(trainer.log)
         for name in ("evaluate", "predict", "save_model"):
             setattr(trainer, name, self._around(getattr(trainer, name), self.agreed))
-
-    def is_added(self) -> bool:
-        """Return whether the trainer calls this."""
-        return any(callback is self for callback in self.trainer.callback_handler.callbacks)
-
-    def follow(self, opt: Optimizer) -> None:
-        """Take in the optimizer that was made."""
-        self.opt, self.sent = opt, ranks.counting(opt)
 
     def on_train_begin(self, *args: Any, **given: Any) -> None:
         """Let DDP leave gradients alone."""
@@ -208,14 +204,14 @@ class Callback(_Callback):
 def average_gradients(
     trainer: Any, codec: Codec | None = None, feedback: Feedback | None = None, **options: Any
 ) -> None:
-    """Let a `Trainer` that keeps its optimizer average gradients in codes; call it before `trainer.train()`.
+    """Let a Trainer that keeps its optimizer average gradients in codes; call it before trainer.train().
 
         trainer = Trainer(model, args, train_dataset=data)
         hf.average_gradients(trainer)                               # int4, LoCo's feedback
 
     The Trainer clips by the norm of the mean, as without it. Each rank's residual errors are saved in the checkpoint.
 
-    Args: trainer: a `transformers.Trainer`. codec, feedback, **options: as `fn.adapters.ddp.average_gradients` takes
+    Args: trainer: a transformers.Trainer. codec, feedback, **options: as `fn.adapters.ddp.average_gradients` takes
         them; without a codec and an average `fn.int4()` and `fn.damped()`.
     Raises: ValueError, with the cure, for deepspeed and fsdp.
     """

@@ -1,4 +1,4 @@
-"""Lightning with an optimizer of `fn`: a strategy, and the line of `configure_optimizers`.
+"""Lightning with an optimizer of `fn`: a strategy, and the line of configure_optimizers.
 
     class Model(LightningModule):
         def configure_optimizers(self):
@@ -37,22 +37,22 @@ def optimizer(
     schedule: Schedule | None = None,
     **numbers: Any,
 ) -> Optimizer:
-    """Make the optimizer of a `LightningModule` over all ranks, with its labels, in `configure_optimizers`.
+    """Make the optimizer of a LightningModule over all ranks, with its labels, in configure_optimizers.
 
-    Args: module: the `LightningModule`. make, lr, schedule, **numbers: as for `fn.adapters.trainers.hf.factory`.
+    Args: module: the LightningModule. make, lr, schedule, **numbers: as for `fn.adapters.trainers.hf.factory`.
     """
     return ranks.optimizer_of(module, check_make(make, "fn.muloco"), {"lr": lr, "schedule": schedule, **numbers})
 
 
 class FnStrategy:
-    """Lightning's `DDPStrategy` that leaves the communication to the module's `fn.Optimizer`: `FnStrategy(**options)`.
+    """Lightning's DDPStrategy that leaves the communication to the module's `fn.Optimizer`: FnStrategy(**options).
 
-    Beside each checkpoint is a folder with each rank's own, `NAME.ckpt.ranks`, and `fit(ckpt_path=)` continues bit for
-    bit. A checkpoint's `state_dict`, validation and the module after `fit` have the params that all ranks agree on.
+    Beside each checkpoint is a folder with each rank's own, NAME.ckpt.ranks, and fit(ckpt_path=) continues bit for
+    bit. A checkpoint's state_dict, validation and the module after fit have the params that all ranks agree on.
 
-    Args: **options: of `DDPStrategy`.
-    Raises: ValueError, with the cure, for find_unused_parameters; when `fit` begins for fp16 with local steps and for
-        `gradient_clip_val`; TypeError for an optimizer of torch.
+    Args: **options: of DDPStrategy.
+    Raises: ValueError, with the cure, for find_unused_parameters; when fit begins for fp16 with local steps and for
+        gradient_clip_val; TypeError for an optimizer of torch.
     """
 
     def __new__(cls, **options: Any) -> Any:

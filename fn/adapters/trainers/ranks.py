@@ -131,7 +131,7 @@ def _of_model(opt: Optimizer, model: nn.Module) -> list[Tensor]:
 
 
 def restore_instead(folder: str | Path | None, opt: Optimizer, model: nn.Module, number: int = 0) -> None:
-    """Let the next `opt.load_state_dict`, in which a trainer loads rank 0's, load this rank's part of a checkpoint.
+    """Let the next opt.load_state_dict, in which a trainer loads rank 0's, load this rank's part of a checkpoint.
 
     The trainer has loaded the model by then. Where this rank has no part, as on another number of ranks, rank 0's
     counts: see `fn.Optimizer.load_state_dict`.
