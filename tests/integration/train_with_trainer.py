@@ -4,7 +4,7 @@ import argparse
 import os
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out")
@@ -30,6 +30,7 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step == given.stop_after
 
 
+set_seed(1)  # torch seeds itself anew in each process
 config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
 model = GPT2LMHeadModel(config)
 args = TrainingArguments(
