@@ -27,7 +27,7 @@ help:
 	@echo "make dist   what would be uploaded, in dist/, tried in an environment of its own"
 	@echo "make reliability-test   kills, damaged files, drift, long runs, notebooks, scripts; figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
-	@echo "make trainers-test    the recipes for accelerate, transformers and Lightning"
+	@echo "make trainers-test    transformers' Trainer, accelerate and Lightning with optimizers of fn, on two ranks"
 	@echo "make torchft-test     islands that are killed and return, at random for $(MINUTES) minutes, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)  MINUTES=$(MINUTES)"
 
@@ -90,7 +90,7 @@ deepspeed-test: .venv-deepspeed/.done
 # The trainers come on top of the environment of the tests, and share its torch.
 .PHONY: trainers-test
 trainers-test: .venv/.test .venv/.trainers
-	$(BIN)/python -m pytest -m trainers tests/integration
+	$(BIN)/python -m pytest tests/integration/test_trainers.py tests/adapters/trainers
 
 # torchft brings its lighthouse along, and many packages that nothing else here needs.
 .PHONY: torchft-test

@@ -60,6 +60,9 @@ OPTIONAL = (
     "deepspeed",
     "torch_npu",
     "torchft",
+    "transformers",
+    "accelerate",
+    "lightning",
     "intel_extension_for_pytorch",
 )
 

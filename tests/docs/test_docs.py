@@ -32,6 +32,9 @@ MODULES = (
     "fn.adapters.metrics",
     "fn.adapters.deepspeed",
     "fn.adapters.torchft",
+    "fn.adapters.trainers.hf",
+    "fn.adapters.trainers.accelerate",
+    "fn.adapters.trainers.lightning",
 )
 """Modules that are used by their own name."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,36 @@ def test_plain_ddp_trains_through_both_phases_and_resumes_bit_for_bit(tmp_path):
     sys.path.insert(0, str(TRAINERS))
     start = importlib.import_module("data").network()
     assert not torch.equal(start[0].weight, ends[0]["params"][0])
+
+
+def fsdp2(script: str, folder: str, *arguments: str) -> tuple[bool, bool, int, str]:
+    """Run an example at once, and in two parts; return whether both end alike, and what it wrote."""
+    warnings.filterwarnings("error", "axis: is None")  # FSDP2 averages
+    ends = []
+    for out, steps in (("once", 6), ("two", 4), ("two", 6)):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            given = ["--steps", f"{steps}", "--save-every", "6", "--device", "cpu", "--out", f"{folder}/{out}"]
+            found = execute(ROOT / "examples" / script, *given, *arguments)
+        local = [p.to_local().clone() for p in found["model"].parameters()]
+        ends.append((local, {k: getattr(x, "to_local", lambda x=x: x)() for k, x in found["opt"].state_dict().items()}))
+    (once, state), (before, _), (two, state_of_two) = ends
+    alike = all(map(torch.equal, once, two)) and all(torch.equal(x, state_of_two[k]) for k, x in state.items())
+    return alike, all(map(torch.equal, once, before)), int(state["steps"]), printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "script", "arguments"),
+    [
+        (2, "fsdp2_muon.py", ()),
+        (2, "fsdp2_diloco.py", ("--every", "3")),
+        pytest.param(4, "fsdp2_diloco.py", ("--every", "3"), marks=pytest.mark.reliability),
+    ],
+)
+def test_an_example_of_fsdp2_resumes_bit_for_bit_from_its_own_checkpoint(ranks, script, arguments, tmp_path):
+    """The restart is in the middle of a round."""
+    for rank, (alike, stood, steps, printed) in enumerate(run(ranks, fsdp2, script, str(tmp_path), *arguments)):
+        assert (alike, stood, steps) == (True, False, 6)
+        assert ("loss" in printed) == (rank == 0 and "diloco" in script)  # the other prints every tenth step
 
 
 SCRIPT = """

@@ -212,14 +212,8 @@ def optimizer(
     """
     plain = isinstance(model, nn.Module) and not isinstance(_uncompiled(model), DistributedDataParallel)
     alone = plain and ranks_around() == 1
-    with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
-        make = check_make(make, "fn.onebit_adam")
-        labels = inspect.signature(make).parameters.get("labels")
-        if labels is not None and labels.default is None:  # nobody said which: here the module is known
-            options = {"labels": labels_of(model), **options}
-        groups = bucketed(model.parameters() if params is None else params, elements)
-        # Inside of `bind`: the optimizer takes the axes that are bound when it is made.
-        made = Optimizer(groups, partial(make, axis=AXIS), **options)
+    make, group = check_make(make, "fn.onebit_adam"), None if alone else _check(model).process_group
+    made = over_ranks(model, make, bucketed(model.parameters() if params is None else params, elements), group, options)
     if alone:
         return made
     if made.max_norm is None:
@@ -228,6 +222,29 @@ def optimizer(
         keep_local(model)
         _warn_of_others(_check(model), made)
     return made
+
+
+def over_ranks(
+    model: nn.Module,
+    make: Callable[..., Transform],
+    params: Any,
+    group: dist.ProcessGroup | None,
+    options: dict[str, Any],
+) -> Optimizer:
+    """Make an optimizer that communicates over a group, None for a rank that is alone, with the labels of a model.
+
+    The factors of PEFT's adapters are "other": a product of two orthogonal factors is no orthogonal step.
+    """
+    argument = inspect.signature(make).parameters.get("labels")
+    if argument is not None and argument.default is None:  # nobody said which: here the module is known
+        parts = [getattr(x, name) for x in model.modules() for name in getattr(x, "adapter_layer_names", ())]
+        factors = {id(p) for part in parts for p in part.parameters()}
+        labels = labels_of(model)
+        labels.update((name, "other") for name, p in model.named_parameters() if id(p) in factors)
+        options = {"labels": labels, **options}
+    # Inside of `bind`: the optimizer takes the axes that are bound when it is made.
+    with nullcontext() if group is None else bind({AXIS: group}):
+        return Optimizer(params, partial(make, axis=AXIS), **options)
 
 
 def average_gradients(

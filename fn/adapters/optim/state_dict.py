@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from fn import roles, tree
 from fn.adapters.optim import groups
 from fn.adapters.optim.core import TORN, Core, Unit
-from fn.adapters.optim.shards import as_dtensor, pieces
-from fn.base import facts_of
+from fn.adapters.optim.shards import as_dtensor, division_of, pieces
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
@@ -69,10 +68,13 @@ def of_rank(core: Core) -> dict[str, Tensor]:
     """Return `flat_state` with this rank in the paths of what is its own, and DTensors of what is divided like one."""
     if core.refused == TORN:
         core.check_free("state_dict")
-    (rank, size), flat = place_of(core), flat_state(core)
-    flat |= {path: as_dtensor(flat[path], like) for path, like in divided(core).items() if path in flat}
-    own = {path for path, mark in marks_of(core).items() if mark in OF_EACH_RANK}
-    return {f"rank {rank} of {size}.{path}" if path in own else path: x for path, x in flat.items()}
+    flat, divided_like = flat_state(core), divided(core)
+    flat |= {path: as_dtensor(flat[path], like) for path, like in divided_like.items() if path in flat}
+    # All ranks of an island have pieces of its DTensors, which have one name, but residual errors each its own.
+    (rank, size), (island, count) = place_of(core), place_of(core, core.axes)
+    names = {path: f"rank {rank} of {size}.{path}" for path, mark in marks_of(core).items() if mark in OF_EACH_RANK}
+    names |= {path: f"rank {island} of {count}.{path}" for path in divided_like if path in names}
+    return {names.get(path, path): x for path, x in flat.items()}
 
 
 def restore_of_rank(core: Core, saved: Mapping[str, Any]) -> None:
@@ -83,11 +85,13 @@ def restore_of_rank(core: Core, saved: Mapping[str, Any]) -> None:
     if core.refused != TORN:
         core.check_free("load_state_dict")
     check_keys(saved, "fn.Optimizer")
-    here, alike = place_of(core), dict[str, Any]()
+    here, island, alike = place_of(core), place_of(core, core.axes), dict[str, Any]()
     of_ranks: dict[tuple[int, int], dict[str, Any]] = {}
     for path, x in saved.items():
         if match := OF_RANK.fullmatch(path):
-            of_ranks.setdefault((int(match[1]), int(match[2])), {})[match[3]] = x
+            who = int(match[1]), int(match[2])
+            who = here if who == island and isinstance(x, DTensor) else who
+            of_ranks.setdefault(who, {})[match[3]] = x
         else:
             alike[path] = x
     if len({size for _, size in of_ranks}) > 1:
@@ -162,13 +166,18 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
     Args: axes: None: those of the optimizer. Ranks of an axis that tensors are divided over count where they have
         residual errors of their own.
     """
+    binding = core.binding
     if axes is None:
-        shards = [axis for unit in core.units for axis in facts_of(unit.transform).shards if axis in core.binding.axes]
-        own = [x for x in roles.find([unit.state for unit in core.units], "errors") if tree.leaves(x)]
-        axes = [*dict.fromkeys([*core.axes, *(shards if own else [])])]
+        shards = list[str]()
+        if any(tree.leaves(x) for x in roles.find([unit.state for unit in core.units], "errors")):
+            divisions = [division_of(group["params"]) for group in core.param_groups]
+            for division in filter(None, divisions):  # also where the transform was not told, as `diloco` is not
+                binding = division.bound(binding)
+                shards.append(division.shards.axis)
+        axes = [*dict.fromkeys([*core.axes, *shards])]
     rank, size = 0, 1
     for axis in axes:
-        bound = core.binding.axes[axis]
+        bound = binding.axes[axis]
         # Row-major over the axes: the first one changes slowest.
         rank, size = rank * bound.size + int(bound.rank), size * bound.size
     return rank, size

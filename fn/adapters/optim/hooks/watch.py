@@ -317,7 +317,8 @@ def is_due(count: int) -> bool:
 def _warn_of_no_axis(core: Any) -> None:
     argument = inspect.signature(core.make).parameters.get("axis")
     is_open = argument is not None and argument.default is None
-    if is_open and any(group.get("axis") is None for group in core.param_groups):
+    # Without axes where FSDP2 averages: only the one over which shards are brought together is bound.
+    if is_open and core.axes and any(group.get("axis") is None for group in core.param_groups):
         bound = " or ".join(repr(axis) for axis in core.axes)
         text = f"axis: is None, so gradients are not averaged; pass partial(make, axis=...) with {bound}"
         hint = "or build the optimizer outside of fn.bind if something else averages them, such as DDP"
