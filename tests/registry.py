@@ -144,6 +144,11 @@ CONTRIB = (
     Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3), links={
         "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
     }),
+    Named("nanochat, int8", partial(fn.contrib.nanochat, codec=fn.int8()), CODED, fn.freeze_after(2), links={
+        "scale_by_nanochat": lambda axis: fn.mask(
+            fn.contrib.scale_by_nanochat(), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+        ),
+    }),
     Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False, links={
         "own_anchors": lambda axis: fn.contrib.own_anchors(
             fn.average(axis), fn.scale_by_learning_rate(0.1), fn.scale_by_learning_rate(0.1),
