@@ -1,6 +1,7 @@
 """Steps that are late and in time, over throttled links, with a wait in place of a GPU's computation, and beside it.
 
-    python -m benchmarks.late --json benchmarks/results/late.json --png docs/late.png        # root, iproute2; minutes
+    python -m benchmarks.late --json benchmarks/results/late.json          # root, iproute2, two quiet cores; minutes
+    python -m benchmarks.late --png docs/late.png                          # two timelines, as the planner predicts them
 
 Two ranks in network namespaces, one core each, joined by a link of 100 Mbit/s or 1 Gbit/s. A step waits 300 ms, of
 which the backward pass is two thirds, as `grid.py` does it. Three other measurements say what a late step should take:
@@ -33,7 +34,10 @@ import fn
 from benchmarks.links import grid_methods, namespaces
 from benchmarks.links.grid_rank import Model, Rank, joined
 from benchmarks.measure import about, write
-from fn.planner import calibrate
+from fn.planner import calibrate, traffic
+from fn.planner.methods import methods
+from fn.planner.network import Cost, network
+from fn.planner.predict import plan
 
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 SIZE = (2, 256)
@@ -41,6 +45,9 @@ SIZE = (2, 256)
 
 WORDS = {"words": 2048, "context": 256}
 WAIT, STEPS = 0.3, 10
+MEMORY = 8e12
+"""Bit/s of the memory of the device in the picture: an accelerator's."""
+
 
 
 def labels(params: list[torch.Tensor]) -> list[str]:
@@ -140,15 +147,22 @@ def table(points: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw the two timelines of one method: three steps in time, and late."""
+def predicted() -> dict[str, Any]:
+    """Return what the planner says of `sign_muon` at the size of GPT-2 between two ranks, over 500 Mbit/s."""
+    net, model = network(2, 1, Cost(0.0, 1e12), Cost(3e-5, 5e8)), traffic.of_shapes(grid_methods.shapes(12, 768), 4)
+    made = plan(methods(model, net), net, WAIT, model.params, memory=MEMORY).of("sign_muon, late")
+    return {"message": made.communication, "local": made.coding}
+
+
+def draw(path: str) -> None:
+    """Draw the two timelines of one method as the planner predicts them: three steps in time, and late."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    row = next(r for r in rows if r["method"] == "adamw, int4" and r["rate"] == "100 Mbit/s")
-    message, local = max(0.0, row["alone"] - row["local"]), row["local"]
+    row = predicted()
+    message, local = row["message"], row["local"]
     figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
     colours = {"computation": "#8da0cb", "message": "#fc8d62", "coding, step": "#66c2a5"}
 
@@ -160,12 +174,12 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
         for what, length in (("computation", WAIT), ("message", message), ("coding, step", local)):
             bar(3, begin, length, what)
             begin += length
-        length = max(WAIT + local, message + local)
+        length = max(WAIT, message) + local
         bar(1.4, k * length, WAIT, "computation")
-        bar(1.4, k * length + max(WAIT, message), local, "coding, step")
+        bar(1.4, (k + 1) * length - local, local, "coding, step")
         bar(1, (k + 1) * length, message, "message")
     axes.set_yticks([3, 1.2], ["in time", "late"])
-    axes.set_xlabel(f"seconds: {row['method']} over {row['rate']}, three steps, two ranks, a wait of {WAIT} s")
+    axes.set_xlabel(f"seconds, predicted: sign_muon, GPT-2, 500 Mbit/s, two ranks, {WAIT} s of computation")
     handles = [mpl.patches.Patch(color=colour, label=what) for what, colour in colours.items()]
     axes.legend(handles=handles, loc="center right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,8 +195,11 @@ def main() -> None:
     add("--compute", action="store_true", help="compute on the same core in place of the wait")
     add("--loopback", action="store_true", help="do not throttle; tries the script")
     add("--json", metavar="FILE")
-    add("--png", metavar="FILE")
+    add("--png", metavar="FILE", help="draw the timelines that the planner predicts, and measure nothing")
     options = parser.parse_args()
+    if options.png:
+        draw(options.png)
+        return
     path = Path(options.json) if options.json else None
     known = json.loads(path.read_text()) if path and path.exists() else {}
     kind = "compute" if options.compute else "wait"
@@ -196,8 +213,6 @@ def main() -> None:
     for row in table(points):
         numbers = "  ".join(f"{part} {row[part]:.3f}" for part in (*PARTS, "formula", "ratio"))
         print(f"{row['method']:12} {row['rate']:10}  {numbers}")
-    if options.png:
-        draw(table(known["wait"]), options.png)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import late_recordings
 import numpy as np
 import pytest
 import torch
@@ -285,7 +286,13 @@ def replay_dion2(case: Case) -> dict[str, list[Step]]:
     return {"replicated": stepped(case, dion2(case), lambda state: state)}
 
 
+def replay_late(case: Case) -> dict[str, list[Step]]:
+    ranks = dist.get_world_size(), dist.get_rank()
+    return {"replicated": late_recordings.replay(case.row, case.arrays, ranks)}
+
+
 METHODS: dict[str, Callable[[Case], dict[str, list[Step]]]] = {
+    "late": replay_late,
     "muon": replay_muon,
     "normuon": replay_muon,
     "dion2": replay_dion2,
