@@ -208,31 +208,6 @@ def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
     assert (found["x"] - goal).norm() < 0.25 * (start["x"] - goal).norm()
 
 
-@pytest.mark.reliability
-@each_optimizer
-def test_it_trains_a_small_network(optimizer):
-    world, samples = 4, 32
-    inputs = torch.randn(world, samples, 6)
-    labels = (inputs[..., 0] * inputs[..., 1] > 0).float()
-    params = {
-        "w1": torch.randn(6, 24) / 6**0.5,
-        "b1": torch.zeros(24),
-        "w2": torch.randn(24) / 24**0.5,
-        "b2": torch.zeros(()),
-    }
-
-    def loss(params, batch):
-        x, y = batch
-        logit = torch.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
-        return torch.nn.functional.binary_cross_entropy_with_logits(logit, y)
-
-    def total(params) -> float:
-        return float(torch.stack([loss(params, (x, y)) for x, y in zip(inputs, labels, strict=True)]).mean())
-
-    found = train(optimizer, loss, params, [(inputs, labels)] * 200, world)
-    assert total(found) < 0.5 * total(params)
-
-
 @each_phase
 @pytest.mark.parametrize(("bad", "rank"), [(float("nan"), 0), (float("inf"), 1)])
 def test_a_bad_gradient_on_any_rank_moves_nothing(optimizer, phase, bad, rank):

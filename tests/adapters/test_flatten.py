@@ -13,7 +13,6 @@ from torch import nn
 
 import fn
 from fn.adapters.flatten import FlatParameters
-from fn.transforms import flat_layout as layout
 
 BF16 = torch.bfloat16
 
@@ -143,20 +142,6 @@ def test_gradients_that_exist_are_kept():
         flat.restore()
         assert all(torch.equal(p.grad, g.to(BF16).float()) for p, g in zip(params, before, strict=False))
     assert memory(params[0].grad) != memory(params[1].grad)
-
-
-def test_gradients_are_joined_without_a_copy():
-    model = net()
-    flat = fn.flatten_parameters(model, None, gradients=True)
-    (buffer,) = flat.gradients.values()
-    grads = [p.grad for p in model.parameters()]
-    for kind, world in (("flat", 1), ("fused", 2)):
-        (bucket,) = layout.buckets(grads, world, 1, kind)
-        assert (sum(g.numel() for g in grads) % 2, layout.join(grads, bucket).data_ptr()) == (0, buffer.data_ptr())
-    (bucket,) = layout.buckets(grads[::-1], 1, 1, "flat")
-    joined = layout.join(grads[::-1], bucket)
-    assert joined.data_ptr() != buffer.data_ptr()
-    assert torch.equal(joined, torch.cat([g.reshape(-1) for g in grads[::-1]]))
 
 
 SIZES = [(64, 33), (5,), (0, 3), (1000,), (40, 40), ()]

@@ -159,18 +159,6 @@ def test_after_an_exchange_all_params_are_bitwise_the_anchor(dtype: Any, store: 
     assert {x.dtype for x in w.own.anchor.values()} == {store or wide}
 
 
-def test_an_anchor_in_the_memory_of_the_host_changes_no_number() -> None:
-    """Where it lies is looked at in `test_other_device.py`."""
-    ends = []
-    for store in (None, "cpu"):
-        w = World(chains.diloco(0.02, axis="data", codec=fn.int8(), store=store, fragments=2, alpha=0.3), 3)
-        schedule = fn.every(4, fragments=2, delay=1, start=1)
-        for t in range(11):
-            w.step(schedule(t), gradients(3, t))
-        ends.append((w.params, w.state))
-    assert same_bits(*ends)
-
-
 def test_the_warm_up_is_the_inner_optimizer_on_averaged_gradients_and_the_anchor_follows() -> None:
     w, params = World(fn.diloco(0.02, weight_decay=0.1, axis="data"), 2), start()
     plain = fn.adamw(0.02, weight_decay=0.1)
