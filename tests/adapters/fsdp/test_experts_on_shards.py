@@ -59,9 +59,7 @@ class Net(nn.Module):
 
 
 def optimizer(model: nn.Module, make: Any, **more: Any) -> fn.Optimizer:
-    labels = fn.labels_of(model)
-    labels["router.weight"] = "other"
-    return fn.Optimizer(model.parameters(), make, labels=labels, lr=0.05, **more)
+    return fn.Optimizer(model.parameters(), make, labels=fn.labels_of(model), lr=0.05, **more)
 
 
 def sharded(mesh: Any, dim: int = 0) -> Net:
