@@ -40,6 +40,7 @@ from fn.transforms.bases import dct, in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.late import late
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import low_rank_average
 from fn.transforms.mask_and_partition import apply_mask, mask, partition, unfrozen
@@ -118,6 +119,7 @@ __all__ = [
     "kernels",
     "labels_of",
     "lamb",
+    "late",
     "ledger",
     "lift",
     "lion_vote",

@@ -31,7 +31,7 @@ from fn.kernels import devices
 from fn.kernels.table import devices as device_types
 from fn.kernels.table import table
 from fn.planner import command as plan
-from fn.planner.recommend import PICKS
+from fn.planner.recommend import IMPORTS, PICKS
 
 OPTIONAL = {
     "numba": ("fused kernels on the CPU", "pip install numba"),
@@ -109,7 +109,9 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
 
 def _picks() -> list[str]:
     lines = [line for pick in PICKS for line in (f"  {pick.name}: {pick.when}", f"      {pick.code}")]
-    return ["what to take, and when:", *lines, "", "next, for your network:", f"  {plan.LINE}"]
+    head = ["what to take, and when, after", f"      {IMPORTS}"]
+    tail = ["", "next, for your network:", f"  {plan.LINE}"]
+    return [*head, *lines, *tail]
 
 
 def _progress(op: str, done: int, of: int) -> None:

@@ -39,7 +39,7 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float = 0.01,
     *,
-    axis: str | None = None,
+    axis: AxisNames | None = None,
     labels: Labels = None,
     shards: Shards | str | None = None,
     owned: bool = True,
@@ -85,7 +85,7 @@ def muon(
             it.
         momentum, scale, dtype: as for `scale_by_muon`; with scale="rms_norm" a rate of AdamW fits both kinds.
         weight_decay: of all tensors, decoupled.
-        axis: the ranks that train together; None for none.
+        axis: the ranks that train together; None for none. ("local", "node"): owned over two axes, as for `fn.owned`.
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
         shards: the axis over which params are divided by rows, or more of it, as for `fn.unsharded`: momentum stays on
@@ -118,7 +118,7 @@ def normuon(
     b2: float = 0.95,
     weight_decay: float = 0.01,
     *,
-    axis: str | None = None,
+    axis: AxisNames | None = None,
     labels: Labels = None,
     shards: Shards | str | None = None,
     owned: bool = True,
@@ -146,7 +146,7 @@ def normuon(
         >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
         >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
         >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
-        0.450 -> 0.006
+        0.450 -> 0.007
 
     With Lion for the others, say, it is `muon`'s chain with `fn.scale_by_neuron_norm(b2)` behind `fn.scale_by_muon`.
 
@@ -157,7 +157,6 @@ def normuon(
     Raises: TypeError or ValueError that names the argument.
 
     Paper: Li et al., NorMuon: making Muon more efficient and scalable (arXiv 2510.05491).
-    Differs: as `scale_by_neuron_norm` and `muon`.
     """
     kinds = {"adamw": scale_by_adam(0.9, 0.95)}
     norm = scale_by_neuron_norm(b2)
@@ -168,7 +167,7 @@ def normuon(
 
 def _muon(
     behind: Sequence[Transform], others: Mapping[str, Transform], lr: float | Tensor, momentum: float,
-    weight_decay: float, axis: str | None, labels: Labels, shards: Shards | str | None, owned: bool,
+    weight_decay: float, axis: AxisNames | None, labels: Labels, shards: Shards | str | None, owned: bool,
     codec: Codec | None, other_rate: float, scale: Scale, dtype: torch.dtype | None,
 ) -> Transform:  # fmt: skip
     """Return Muon with links behind its iterations. others: the label of the other tensors, and their direction."""

@@ -106,6 +106,7 @@ def muon_of_shards(lr: Any = 0.02, *, axis: str, **hyper: Any) -> fn.Transform:
 
 CODED = Phase.WARMUP, Phase.COMPRESSED
 ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
+LATE = Phase.WARMUP, Round(0, None), Round(1, 0)
 
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
@@ -123,6 +124,10 @@ OTHERS = (
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
     Named("lion_vote", fn.lion_vote, CODED, fn.freeze_after(2)),
+    Named("adamw, late", fn.late(fn.adamw), LATE, fn.every(1, delay=1, start=2)),
+    Named("onebit_adam, late", fn.late(fn.onebit_adam), LATE, fn.every(1, delay=1, start=2)),
+    Named("muon, int8, late", fn.late(partial(fn.muon, codec=fn.int8())), LATE, fn.every(1, delay=1, start=2)),
+    Named("sign_muon, late", fn.late(fn.sign_muon), LATE, fn.every(1, delay=1, start=2)),
 )
 
 CONTRIB = (
@@ -138,6 +143,11 @@ CONTRIB = (
     Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
     Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3), links={
         "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
+    }),
+    Named("nanochat, int8", partial(fn.contrib.nanochat, codec=fn.int8()), CODED, fn.freeze_after(2), links={
+        "scale_by_nanochat": lambda axis: fn.mask(
+            fn.contrib.scale_by_nanochat(), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+        ),
     }),
     Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False, links={
         "own_anchors": lambda axis: fn.contrib.own_anchors(

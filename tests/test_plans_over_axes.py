@@ -22,6 +22,7 @@ CODES_BACK = {"codec": (fn.int8(block=8), fn.int4(block=8)), "gather": (fn.int8(
 BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 MAKES: dict[str, tuple[Named, dict[str, Any]]] = {
     **{name: (BY_NAME[name], {}) for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "loco_adamw")},
+    "muon, int8": (BY_NAME["muon, int8"], {}),
     "1-bit Adam, codes within": (BY_NAME["onebit_adam"], CODES_WITHIN),
     "0/1 Adam, codes within": (BY_NAME["zero_one_adam"], CODES_WITHIN),
     "LoCo, codes back": (BY_NAME["loco_adamw"], CODES_BACK),

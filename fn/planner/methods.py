@@ -37,6 +37,10 @@ EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
 momentum and anchor are read and written, params written."""
 
+LATE = 28.0
+"""Bytes per parameter of the step along a direction that has arrived late: that is read, the last update is read and
+written, and so are the new one and params."""
+
 TILE = 64
 """The side of the tiles of `fn.sparse_loco`."""
 
@@ -80,8 +84,8 @@ class Method(NamedTuple):
 
     @property
     def in_every_step(self) -> bool:
-        """Return whether the ranks synchronise in every step; where they do not, what is learned changes."""
-        return not self.local and self.interval == 1
+        """Return whether the ranks synchronise in every step, in time; if not, what is learned changes."""
+        return not self.local and self.interval == 1 and not self.delay
 
     @property
     def messages(self) -> list[Message]:
@@ -146,7 +150,7 @@ class Row(NamedTuple):
         or a function of the ranks among which codes travel.
     cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
         fragments, each a part of its own.
-    delay: the part of an interval that goes on while a part travels; at most all of it but a step.
+    delay: the part of an interval that goes on while a part travels; of local steps at most all of it but a step.
     two_level: fn runs it over two axes. fits: whether it can take a model.
     exact: (model, ranks) -> messages of one step of so many, the period, in place of those of `send`.
     """
@@ -173,7 +177,7 @@ class Row(NamedTuple):
 
     def delay_of(self, interval: int) -> int:
         """Return the steps that go on while a part travels."""
-        return min(int(self.delay * interval), interval - 1)
+        return min(int(self.delay * interval), interval - self.local)
 
 
 class Options(NamedTuple):
@@ -212,7 +216,7 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
     votes = partial(codes, codec=BALLOTS)
-    return [
+    made = [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
         Row("adamw, int8 gradients", in_bytes, coded=36, cut="bucket"),
@@ -232,8 +236,8 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
-        Row("muon", traffic.owned, 16, compressed=False, two_level=False, alike=("normuon",)),
-        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
+        Row("muon", traffic.owned, 16, compressed=False, alike=("normuon",)),
+        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36),
         Row("sign_muon", lambda model, ranks: votes(traffic.in_slices(model), ranks), 16, coded=24),
         Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
@@ -245,6 +249,10 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
     ]
+    # The message of a step travels behind the whole next one, as `fn.late` lets it.
+    late = ("adamw", "adamw, int4 gradients", "onebit_adam", "muon", "muon, int8", "sign_muon")
+    whole = [row._replace(cut="whole", alike=()) for row in made if row.name in late]
+    return made + [row._replace(name=f"{row.name}, late", passes=row.passes + LATE, delay=1.0) for row in whole]
 
 
 def _is_wide(model: Model) -> bool:

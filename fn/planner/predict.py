@@ -5,7 +5,6 @@ The methods are ranked on the network that is given, and on other numbers of ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -129,13 +128,7 @@ def efficiency_of_buckets(model: Model, net: Network, compute: float, step: floa
         on = net._replace(inter=slowest) if net.nodes > 1 else net._replace(intra=slowest)
         return predict(ddp, on, compute, 0.0).step
 
-    low, high = 0.01, 1.0
-    if predicted(high) >= step:
-        return high
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if predicted(middle) < step else (middle, high)
-    return high
+    return next((percent / 100 for percent in range(1, 100) if predicted(percent / 100) <= step), 1.0)
 
 
 def plan(
@@ -191,11 +184,15 @@ def _of_all(fastest: Prediction, steady: Prediction) -> str:
     """Say which of all methods is the fastest, where that is one that leaves out exchanges."""
     if fastest.method.in_every_step or not _pays(fastest, steady):
         return ""
+    how = f"Its ranks exchange in one of {fastest.method.interval} steps, which changes what is learned: see "
+    how = f"{how}docs/choosing.md" if fastest.method.local or fastest.method.interval > 1 else LATER
     return (
         f" Of all methods, {fastest.method.label} is the fastest, {show_seconds(fastest.step)} a step "
-        f"({steady.step / fastest.step:.2f}x as fast). Its ranks exchange in one of {fastest.method.interval} steps, "
-        f"which changes what is learned: see docs/choosing.md."
+        f"({steady.step / fastest.step:.2f}x as fast). {how}."
     )
+
+
+LATER = "Its directions arrive a step late, which changes what is learned: see docs/late.md"
 
 
 def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:

@@ -21,14 +21,17 @@ class Pick(NamedTuple):
     code: str
 
 
+IMPORTS = "import fn, fn.adapters.ddp, fn.adapters.fsdp; from functools import partial"
+"""What the code of the picks needs."""
+
 PICKS = (
     Pick("adamw, int4 gradients", "adamw, int4 gradients", "you keep your optimizer, under DDP",
          "fn.adapters.ddp.average_gradients(model, fn.int4(), fn.damped())"),
     Pick("sign_muon", "sign_muon", "transformers over slow links, in every step",
-         "opt = fn.adapters.ddp.optimizer(model, fn.sign_muon, schedule=fn.freeze_after(0))"),
+         "opt = fn.adapters.ddp.optimizer(model, fn.sign_muon, schedule=fn.freeze_after(0), lr=0.02)"),
     Pick("muloco, int8", "diloco, int8", "between sites; fn.diloco if AdamW is a must",
-         'opt = fn.Optimizer(model.parameters(), partial(fn.muloco, axis="data", codec=fn.int8()), '
-         "schedule=fn.every(100))"),
+         'with fn.bind(mesh): opt = fn.Optimizer(model.parameters(), partial(fn.muloco, axis="data", codec=fn.int8()), '
+         "labels=fn.labels_of(model), schedule=fn.every(100))"),
     Pick("loco_adamw, int4, int8 back", "loco_adamw, int4, int8 back", "shards: FSDP2, ZeRO",
          "fn.adapters.fsdp.compress(model, gather=fn.int8())"),
     Pick("onebit_adam", "onebit_adam", "you leave DeepSpeed",

@@ -190,19 +190,26 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
     return to + _back(shapes, ranks, gather, align)
 
 
-def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
+def owned(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
     """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least.
 
     Tensors of three dimensions and more count as stacks of matrices with the label "hidden", of which it owns slices.
+
+    Over two axes a node's exact means travel to the owners, and what comes back goes on within the node as it came.
     """
     shapes = in_slices(shapes)
+    local, outer, across = _axes(ranks)
+    wide = max(4, shapes.width)
 
-    def message(collective: str, codec: Codec, width: int) -> list[Message]:
+    def message(axis: str, collective: str, codec: Codec, width: int) -> list[Message]:
         sizes = {n: _piece_bytes(codec, _padded({n: 1}, 1, codec.align), _DTYPES[width]) for n in shapes.lengths}
         size = sum(sizes[n] * times for n, times in shapes.lengths.items())
-        return [Message("data", collective, -(-size * (ranks - 1) // ranks))] if ranks > 1 and size else []
+        size, count = (size * (local - 1), local) if axis == "local" else (size * (outer - 1), outer * local)
+        return [Message(axis, collective, -(-size // count))] if size else []
 
-    return message("all_to_all", codec, shapes.width) + message("all_gather", gather, max(4, shapes.width))
+    there = message("local", "all_to_all", EXACTLY, shapes.width)
+    there += message(across, "all_to_all", codec, shapes.width if local == 1 else wide)
+    return there + message(across, "all_gather", gather, wide) + message("local", "all_gather", gather, wide)
 
 
 def apart(

@@ -42,7 +42,7 @@ from fn.errors import expected
 from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
-from fn.transforms.mask_and_partition import Labels
+from fn.transforms.mask_and_partition import Label, Labels, in_parts
 from fn.transforms.owned import Costs, OwnedState, check_owners, plan
 from fn.transforms.sharded import show_failures
 
@@ -59,22 +59,25 @@ class Shards(NamedTuple):
     shapes: of the whole tensors, in the order of the leaves of the params; None: W times the rows of each piece.
     dims: the dimension in which each is cut, None for a tensor that every rank has whole; None in place of the tuple:
         rows of all that have dimensions.
+    labels: of the whole tensors, which say in which parts the inner transform sees them; None: as they are.
     """
 
     axis: str
     shapes: tuple[tuple[int, ...], ...] | None = None
     dims: tuple[int | None, ...] | None = None
+    labels: tuple[str, ...] | None = None
 
     def chosen(self, places: Sequence[int]) -> Shards:
         """Return those of some leaves."""
-        shapes = None if self.shapes is None else tuple(self.shapes[i] for i in places)
-        return Shards(self.axis, shapes, None if self.dims is None else tuple(self.dims[i] for i in places))
+        of_leaves = self.shapes, self.dims, self.labels
+        return Shards(self.axis, *(None if x is None else tuple(x[i] for i in places) for x in of_leaves))  # type: ignore[arg-type]
 
 
 class Unsharded(NamedTuple):
-    """The rule of a step of `unsharded`. axis: over which the tensors are divided."""
+    """The rule of a step of `unsharded`. axis: over which the tensors are divided. inner: the inner update."""
 
     axis: str
+    inner: UpdateFn
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -130,6 +133,7 @@ def unsharded(
     """
     shards = Shards(shards) if isinstance(shards, str) else shards
     _check(inner, shards)
+    inner = inner if shards.labels is None else in_parts(inner, shards.labels)
     axis, exact = shards.axis, Hop(shards.axis, identity(), off())
     kept = classic() if feedback is None else feedback
     (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
@@ -143,7 +147,8 @@ def unsharded(
         leaves, structure = tree.flatten(pieces)
         cuts = _cuts(shards, leaves)
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
-        forms = [torch.empty(c.shape if c else x.shape, device="meta") for x, c in zip(leaves, cuts, strict=True)]
+        shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
+        forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
         stacks = facts.in_slices(tree.unflatten(structure, forms))
         is_stack = [flag for flag, cut in zip(stacks, cuts, strict=True) if cut is not None]
         divided = [form for form, cut in zip(forms, cuts, strict=True) if cut is not None]
@@ -169,7 +174,7 @@ def unsharded(
             # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
             wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
             server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
-        errors = ErrorFeedbackState(tuple(worker), tuple(server))
+        errors = ErrorFeedbackState(() if to_owner.exact else tuple(worker), () if to_pieces.exact else tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
     def step(phase: Phase) -> UpdateFn:
@@ -201,7 +206,7 @@ def unsharded(
             return form.joined(pieces, updates), state._replace(inner=inside, errors=errors)
 
         # torch.compile gives up after 8 compilations of one code object, which all these updates would share.
-        return Unsharded(axis, own_code(update))
+        return Unsharded(axis, move, own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
@@ -219,14 +224,25 @@ def labelled(
     """
     if isinstance(shards, str) or shards.shapes is None:
         axis = shards if isinstance(shards, str) else shards.axis
-        return named, lambda label: Shards(axis)
+
+        def of_pieces(params: Tree) -> Tree:
+            made = named(params)
+            if parts := [label for label in tree.leaves(made) if isinstance(label, Label)]:
+                wanted, cure = "whole tensors where their shapes are not known", "give fn.Shards with the shapes"
+                raise ValueError(expected("labels", wanted, f"{parts[0]!r}", cure))
+            return made
+
+        return of_pieces, lambda label: Shards(axis)
     whole: Tree = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shards.shapes]
     if labels is not None and not callable(labels):
         structure = tree.flatten(labels)[1]
         whole = tree.unflatten(structure, whole) if not isinstance(labels, tuple) else whole
     labels_of_pieces = named(whole)
     flat = tree.leaves(labels_of_pieces)
-    return labels_of_pieces, lambda label: shards.chosen([i for i, name in enumerate(flat) if name == label])
+    # The whole tensors are shown in parts, behind the exchange; what goes element by element sees pieces as they are.
+    divided = shards._replace(labels=tuple(flat) if any(isinstance(name, Label) for name in flat) else None)
+    pieces = tree.map(str, labels_of_pieces)
+    return pieces, lambda label: divided.chosen([i for i, name in enumerate(flat) if name == label])
 
 
 def _check(inner: Any, shards: Any) -> None:

@@ -67,8 +67,8 @@ def test_a_method_has_a_paragraph_that_names_all_that_is_public_and_its_paper(pa
     (paragraph,) = [text for text in page.split("\n\n") if text.startswith(f"**`fn.contrib.{path.stem[1:]}`**")]
     names = import_module(f"fn.contrib.{path.stem}").__all__
     assert [name for name in names if not re.search(rf"`fn\.contrib\.{name}\b", paragraph)] == []
-    papers = re.findall(r"\d{4}\.\d{5}", getattr(fn.contrib, path.stem[1:]).__doc__.partition("Paper:")[2])
-    assert [paper for paper in papers if paper not in paragraph.replace("\n", " ")] == []
+    paper = re.search(r"\d{4}\.\d{5}", getattr(fn.contrib, path.stem[1:]).__doc__.partition("Paper:")[2])
+    assert paper is None or paper[0] in paragraph
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])

@@ -131,8 +131,8 @@ def trained(bad: bool) -> Any:
             if bad and rank == 1 and step == 7:  # in the middle of a round
                 params[0].data[0, 0] = torch.nan
             opt.step()
-        turn, left_out = (int(tree.fields(opt.states, name)[0]) for name in ("turn", "left_out"))
-        return [p.detach().clone() for p in params], turn, left_out, opt.skipped
+        ((of_pairs,),) = tree.fields(opt.states, "sync")
+        return [p.detach().clone() for p in params], int(of_pairs.turn), int(of_pairs.left_out), opt.skipped
 
 
 def simulated() -> list[Tensor]:

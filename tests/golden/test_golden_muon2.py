@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import fn
 from fn import Phase, roles, tree
-from fn.transforms.mask_and_partition import hidden_and_other
+from fn.transforms.mask_and_partition import Label, hidden_and_other
 from fn.transforms.muon import COEFFICIENTS, FACTORS, NeuronNormState
 from fn.transforms.unsharded import labelled
 
@@ -48,6 +49,14 @@ class Case(NamedTuple):
 
     def each(self, name: str) -> list[Tensor]:
         return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.hyper["shapes"]))]
+
+    @property
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """Return the options of each matrix, by its place among the tensors."""
+        places, given = self.of_kind("matrix"), self.hyper.get("groups")
+        if given and len(given) == len(self.hyper["shapes"]):  # those of other tensors say nothing
+            return {i: given[i] for i in places}
+        return dict(zip(places, given or [{}] * len(places), strict=True))
 
     def of_kind(self, kind: str) -> list[int]:
         return [i for i, given in enumerate(self.hyper["kinds"]) if given == kind]
@@ -113,7 +122,11 @@ def others_of(case: Case) -> dict[str, fn.Transform]:
 
 def labels_of(case: Case) -> Any:
     """Return labels of `fn.labels_of`'s kind, with what a recording says of parts of matrices."""
-    return ["hidden" if kind == "matrix" else "other" for kind in case.hyper["kinds"]]
+    labels = ["hidden" if kind == "matrix" else "other" for kind in case.hyper["kinds"]]
+    for i, group in case.groups.items():
+        if group:
+            labels[i] = Label("hidden", splits=group.get("split_sizes", ()), heads=group.get("num_heads", 0))
+    return labels
 
 
 def partitioned(case: Case, matrix: fn.Transform, labels: Any) -> fn.Transform:
@@ -165,10 +178,37 @@ def dion2(case: Case) -> fn.Transform:
     return fn.partition(kinds, hyper["kinds"])
 
 
-def stepped(case: Case, tx: fn.Transform, of: Callable[[Any], Any], dims: Any = None) -> list[Step]:
+def nanochat(case: Case, t: int) -> fn.Transform:
+    """Return nanochat's optimizer with the numbers of step t."""
+    hyper, rate, mu, wd = case.hyper, 1.0, case.hyper["mu"], case.hyper["weight_decay"]
+    if hyper.get("schedule") == "nanochat":
+        done = t / hyper["steps"]
+        rate, mu, wd = 1.0 - done, 0.85 + 0.1 * min(1.0, t / 8), 0.5 * (1.0 + math.cos(math.pi * done)) * wd
+    other = fn.scale_by_adam(*hyper["betas"], hyper["eps"]), fn.add_decayed_weights(hyper["scalar_weight_decay"])
+    return fn.contrib.nanochat(
+        hyper["lr"] * rate, mu, hyper["beta2"], wd, axis="data", labels=labels_of(case), other=fn.chain(*other),
+        other_rate=hyper["scalar_lr"] / hyper["lr"], ns_steps=hyper["ns_steps"],
+        dtype=getattr(torch, hyper["precision"]),
+    )  # fmt: skip
+
+
+def replay_nanochat(case: Case) -> dict[str, list[Step]]:
+    """Return the run with owners."""
+
+    def of(state: Any) -> Any:
+        own = state.inner[0].inner
+        return {"matrix": own["muon"], "adamw": own["other"]}
+
+    return {"owned": stepped(case, lambda t: nanochat(case, t), of)}
+
+
+def stepped(
+    case: Case, made: fn.Transform | Callable[[int], fn.Transform], of: Callable[[Any], Any], dims: Any = None
+) -> list[Step]:
     """Take all steps on this rank, from gradients at our own params; return the arrays of all ranks after each.
 
-    Args: of: a state -> the states by kind. dims: in which the ranks have pieces of the tensors; None: of none.
+    Args: made: what is replayed, or a function that makes it for each step. of: a state -> the states by kind. dims: in
+        which the ranks have pieces of the tensors; None: of none.
     """
     world, rank, params = dist.get_world_size(), dist.get_rank(), case.each("init")
     in_shards, dims = dims is not None, dims or [None] * len(params)
@@ -181,11 +221,12 @@ def stepped(case: Case, tx: fn.Transform, of: Callable[[Any], Any], dims: Any = 
         return pieces[rank].clone() if rank < len(pieces) else x.narrow(dim, 0, 0)
 
     own = [piece(p, i) for i, p in enumerate(params)]
-    state, found = tx.init(own), []
+    of_step = (lambda t: made) if isinstance(made, fn.Transform) else made
+    state, found = of_step(0).init(own), []
     for t in range(case.hyper["steps"]):
         # FSDP2 averages gradients itself. Of a recording of one rank all ranks have the same gradient.
         grads = [g.mean(0) if in_shards else g[rank % len(g)] for g in case.gradients(own, t, piece)]
-        updates, state = tx.update(Phase.WARMUP)(grads, state, own)
+        updates, state = of_step(t).update(Phase.WARMUP)(grads, state, own)
         own = fn.apply_updates(own, updates)
         found.append((own, moments_of(case, of(state))))
     of_ranks = [found] * world
@@ -212,10 +253,10 @@ def arrays_of(case: Case, of_ranks: Sequence[Any], dims: Any) -> Step:
     found = {f"p{i}.param": p for i, p in enumerate(params[0] if dims is None else joined(params, dims))}
     for kind, name in moments[0]:
         places, parts = case.of_kind(kind), [of_rank[kind, name] for of_rank in moments]
-        shapes = [case.hyper["shapes"][i] for i in places]
+        shapes = [case.arrays[f"p{i}.{'variance' if name == 'norm' else name}"].shape[1:] for i in places]
         if name == "norm":
             # Ours are of what the iterations return, with the factor of the shape; recorded are they without.
-            of_rows = poured(parts, [(*shape[:-1], 1) for shape in shapes])
+            of_rows = poured(parts, shapes)
             found |= {f"p{i}.variance": x / factor(case, i) ** 2 for i, x in zip(places, of_rows, strict=True)}
         else:
             wholes = poured(parts, shapes) if dims is None else joined(parts, [dims[i] for i in places])
@@ -224,8 +265,9 @@ def arrays_of(case: Case, of_ranks: Sequence[Any], dims: Any) -> Step:
 
 
 def factor(case: Case, i: int) -> float:
-    """Return the factor of a matrix as a whole."""
-    shape = case.hyper["shapes"][i]
+    """Return the factor of a matrix, or of each of its heads; blocks of rows have that of the whole here."""
+    shape = [*case.hyper["shapes"][i]]
+    shape[-2:-1] = [n // case.groups[i].get("num_heads", 1) for n in shape[-2:-1]]
     rows, columns = (shape[0], int(np.prod(shape[1:]))) if case.hyper["flatten"] else shape[-2:]
     return FACTORS[case.hyper["adjust_lr"]](rows, columns)
 
@@ -247,6 +289,7 @@ METHODS: dict[str, Callable[[Case], dict[str, list[Step]]]] = {
     "muon": replay_muon,
     "normuon": replay_muon,
     "dion2": replay_dion2,
+    "nanochat": replay_nanochat,
 }
 """Method -> what replays its recordings on a rank of the axis "data", in one way or several."""
 
@@ -340,16 +383,31 @@ def by_hand(case: Case, *, in_shards: bool = False) -> list[Step]:
     return found
 
 
+def parts_of(case: Case, i: int) -> list[int]:
+    """Return the rows of the parts of a matrix that are matrices of their own: blocks, heads, or the whole."""
+    rows, group = case.hyper["shapes"][i][-2], case.groups[i]
+    heads = group.get("num_heads", 1)
+    return [*group.get("split_sizes", [rows // heads] * heads)]
+
+
 def norm_parts(case: Case, i: int, in_shards: bool) -> list[int]:
-    """Return the rows of the parts of a matrix that have norms of their own."""
-    rows = case.hyper["shapes"][i][-2]
-    if in_shards and (case.dims or [])[i] == len(case.hyper["shapes"][i]) - 2:
-        return [len(x) for x in torch.empty(rows).chunk(case.hyper["world"])]
-    return [rows]
+    """Return the rows of the parts of a matrix that have norms of their own: in shards a rank's rows, heads as ever."""
+    shape = case.hyper["shapes"][i]
+    if in_shards and (case.dims or [])[i] == len(shape) - 2 and "num_heads" not in case.groups[i]:
+        return [len(x) for x in torch.empty(shape[-2]).chunk(case.hyper["world"])]
+    return parts_of(case, i)
 
 
 def blocks_orthogonal(case: Case, i: int, z: Tensor) -> Tensor:
-    """Return what Newton-Schulz makes of each matrix of a tensor, without a factor."""
+    """Return what Newton-Schulz makes of each matrix, without a factor; of blocks as parts of that of the whole."""
+    parts, whole = z.split(parts_of(case, i), -2), factor(case, i)
+    scale = FACTORS[case.hyper["adjust_lr"]]
+    ratios = [scale(*x.shape[-2:]) / whole if "split_sizes" in case.groups[i] else 1.0 for x in parts]
+    return torch.cat([ratio * orthogonal(case, x) for ratio, x in zip(ratios, parts, strict=True)], -2)
+
+
+def orthogonal(case: Case, z: Tensor) -> Tensor:
+    """Return what Newton-Schulz makes of a matrix, or of each of a stack."""
     hyper = case.hyper
     is_tall = z.shape[-2] > z.shape[-1]
     z = z.mT if is_tall else z

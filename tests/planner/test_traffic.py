@@ -88,6 +88,7 @@ RECIPES = {
     "adamw, int8 gradients": [partial(in_codes, fn.int8())],
     "adamw, int4 gradients": [partial(in_codes, fn.int4())],
     "adamw, fp8 gradients": [partial(in_codes, fn.fp8())],
+    "adamw, int4 gradients, late": [fn.late(partial(in_codes, fn.int4()))],
 }
 """Rows of what is no named optimizer, but something that a user writes."""
 
@@ -119,6 +120,11 @@ MAKES = {
     "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
     "sparse_loco": [fn.sparse_loco],
+    "adamw, late": [fn.late(fn.adamw)],
+    "onebit_adam, late": [fn.late(fn.onebit_adam)],
+    "muon, late": [fn.late(fn.muon)],
+    "muon, int8, late": [fn.late(partial(fn.muon, codec=fn.int8()))],
+    "sign_muon, late": [fn.late(fn.sign_muon)],
 }
 CONTRIB = rows(contrib=True)[len(rows()) :]
 MAKES |= {row.name: [getattr(fn.contrib, row.name.partition(",")[0])] for row in CONTRIB}
@@ -133,8 +139,13 @@ def test_every_named_optimizer_of_fn_has_a_row():
     assert named - {"SDP4Bit"} == public >= {"adamw", "diloco", "dion"}
     assert {row.name for row in table} == set(MAKES)
     for row in (row for row in table if row.name not in RECIPES):
-        made = {getattr(make, "func", make).__name__ for make in MAKES[row.name]}
+        made = {getattr(original(make), "func", original(make)).__name__ for make in MAKES[row.name]}
         assert made == {row.name.partition(",")[0], *row.alike}
+
+
+def original(make):
+    """Return what `fn.late` was given, and others as they are."""
+    return getattr(make, "__wrapped__", make)
 
 
 def exchanges(row):
