@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks import against, first_hour
-from benchmarks.atlas import choices, max_step
+from benchmarks.atlas import choices, max_step, same_loss
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas import summary as atlas_summary
 from benchmarks.links import grid_report, playbook, sites, slow_link_report, time_to_loss_report
@@ -38,7 +38,7 @@ from benchmarks.steps import convergence, kernels, muon, ranks_step, sharded, st
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = (HERE / "README.md", ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "playbook.md")
+PAGES = (HERE / "README.md", ROOT / "docs" / "choosing.md")
 
 NOT_YET = "not measured yet"
 
@@ -130,7 +130,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the name of each table, and what makes it."""
     rows = atlas.read(atlas.FULL)
     yield "atlas", partial(atlas_summary.report, rows)
-    yield "choices", partial(choices.table, rows)
+    yield "same_loss", same_loss.table
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
     yield "max_step", partial(max_step.table, json.loads((RESULTS / "max_step.json").read_text()))

@@ -29,7 +29,7 @@ from fn.facts import Facts
 from fn.lamb_optimizers import lamb, onebit_lamb
 from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw
-from fn.muon_optimizers import muon, sign_muon
+from fn.muon_optimizers import muon, normuon, sign_muon
 from fn.optimizers import adamw, loco_adamw, onebit_adam, sharded_onebit_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
@@ -40,11 +40,12 @@ from fn.transforms.bases import dct, in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.late import late
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import low_rank_average
 from fn.transforms.mask_and_partition import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
-from fn.transforms.muon import orthogonalize, scale_by_muon
+from fn.transforms.muon import orthogonalize, scale_by_muon, scale_by_neuron_norm
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import owned
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
@@ -118,6 +119,7 @@ __all__ = [
     "kernels",
     "labels_of",
     "lamb",
+    "late",
     "ledger",
     "lift",
     "lion_vote",
@@ -128,6 +130,7 @@ __all__ = [
     "mask",
     "muloco",
     "muon",
+    "normuon",
     "off",
     "onebit_adam",
     "onebit_lamb",
@@ -150,6 +153,7 @@ __all__ = [
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",
+    "scale_by_neuron_norm",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
     "scale_by_shape",

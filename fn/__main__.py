@@ -1,6 +1,6 @@
-"""`python -m fn`: what is here, what is missing, who computes what on which device.
+"""`python -m fn`: what runs here, on which device, what is missing, and what to take.
 
-`python -m fn plan` says what pays on a network; `python -m fn explain` says which steps of an optimizer are fast.
+`python -m fn plan` says what to take on a network; `python -m fn explain` says which steps of an optimizer are fast.
 `python -m fn lighthouse` and `python -m fn island` start what islands need that come and go; `python -m fn doctor`
 checks the machines and the way between them.
 """
@@ -13,6 +13,8 @@ import inspect
 import os
 import platform
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
 from typing import cast
@@ -29,6 +31,7 @@ from fn.kernels import devices
 from fn.kernels.table import devices as device_types
 from fn.kernels.table import table
 from fn.planner import command as plan
+from fn.planner.recommend import IMPORTS, PICKS
 
 OPTIONAL = {
     "numba": ("fused kernels on the CPU", "pip install numba"),
@@ -48,7 +51,10 @@ TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a subcommand; without one, print what is here. Where nobody reads on, as behind `| head`, just end."""
+    """Run a subcommand; without one, print what runs here and what to take.
+
+    Where nobody reads on, as behind `| head`, just end.
+    """
     try:
         _run(arguments)
         if sys.stdout is not None:  # closed by the caller, as by `>&-`
@@ -60,36 +66,52 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(arguments: list[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fn", description=fn.__doc__)
+    parser.set_defaults(run=_show_all)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("table", help="the versions found and the accelerator table (this is the default)")
-    planning = commands.add_parser("plan", help="what each method costs on a given network, and whether it pays")
-    plan.add_arguments(planning)
-    explaining = commands.add_parser("explain", help="which steps of an optimizer are taken in place, and why not")
-    explaining.add_argument("make", help="module:function that returns a transform, such as train:make_optimizer")
-    explaining.add_argument("--axis", help="handed to the function as axis=, where it takes one")
-    lighthouse = commands.add_parser("lighthouse", help="where islands of torchft find each other")
-    islands.add_lighthouse(lighthouse)
-    island = commands.add_parser("island", help="run a script as an island, which is started again if it fails")
-    islands.add_island(island)
-    doctoring = commands.add_parser("doctor", help="whether this machine, and another one, are fit for ranks")
-    doctor.add_arguments(doctoring)
+    for name, (text, declare, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        declare(command)
+        command.set_defaults(run=partial(run, command))
     flags = parser.parse_args(arguments)
-    if flags.command == "plan":
-        plan.run(planning, flags)
-        return
-    if flags.command == "lighthouse":
-        islands.run_lighthouse(lighthouse, flags)
-        return
-    if flags.command == "island":
-        islands.run_island(island, flags)
-        return
-    if flags.command == "doctor":
-        sys.exit(0 if doctor.run(doctoring, flags) else 1)
-    if flags.command == "explain":
-        print(explain(_made(explaining, flags.make, {} if flags.axis is None else {"axis": flags.axis})))
-        return
+    flags.run(flags)
+
+
+def _show_table(parser: argparse.ArgumentParser | None = None, flags: argparse.Namespace | None = None) -> None:
     print("\n".join([*_versions(), "", *_backends(), ""]), flush=True)
     print("\n".join([repr(table(_progress)), "", *_missing()]))
+
+
+def _show_all(flags: argparse.Namespace) -> None:
+    _show_table()
+    print("\n".join(["", *_picks()]))
+
+
+def _declare_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("make", help="module:function that returns a transform, such as train:make_optimizer")
+    parser.add_argument("--axis", help="handed to the function as axis=, where it takes one")
+
+
+def _explain(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    print(explain(_made(parser, flags.make, {} if flags.axis is None else {"axis": flags.axis})))
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[..., object]]] = {
+    "table": ("the versions found and the accelerator table", lambda parser: None, _show_table),
+    "plan": ("what to take on a given network, and what each method costs there", plan.add_arguments, plan.run),
+    "explain": ("which steps of an optimizer are taken in place, and why not", _declare_explain, _explain),
+    "lighthouse": ("where islands of torchft find each other", islands.add_lighthouse, islands.run_lighthouse),
+    "island": ("run a script as an island, started again if it fails", islands.add_island, islands.run_island),
+    "doctor": ("whether this machine, and another one, are fit for ranks", doctor.add_arguments,
+               lambda parser, flags: sys.exit(0 if doctor.run(parser, flags) else 1)),
+}  # fmt: skip
+"""Name -> help, what declares the arguments, and what runs with the parser and the flags."""
+
+
+def _picks() -> list[str]:
+    lines = [line for pick in PICKS for line in (f"  {pick.name}: {pick.when}", f"      {pick.code}")]
+    head = ["what to take, and when, after", f"      {IMPORTS}"]
+    tail = ["", "next, for your network:", f"  {plan.LINE}"]
+    return [*head, *lines, *tail]
 
 
 def _progress(op: str, done: int, of: int) -> None:

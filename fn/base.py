@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -174,6 +174,9 @@ class UpdateFn(Protocol):
         mapped(f)                   the same step with f of each update inside of it
         hands_down                  whether updates inside may leave their new states to be written later
         together                    axes whose ranks leave out a step together: nothing may be written later then
+        now                         whether it reads the params, or a rate, of the step that it is taken in, so that it
+                                    cannot be taken beside the training
+        links, inner, update_of     the updates inside of it: a tuple of them, one, or a dict: see `rules_in`
     """
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -458,6 +461,15 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     if isinstance(update, Chained):
         return [link for i, inner in enumerate(update.links) for link in links_of(inner, (*path, i))]
     return [] if update is unchanged else [Link(update, path)]
+
+
+def rules_in(update: UpdateFn) -> Iterator[UpdateFn]:
+    """Yield an update, and all those inside of it: of chains, guards and combinators."""
+    update = original(update)
+    yield update
+    inner = [update.inner] if hasattr(update, "inner") else []
+    for inside in (*getattr(update, "links", ()), *inner, *getattr(update, "update_of", {}).values()):
+        yield from rules_in(inside)
 
 
 def name_of(update: UpdateFn) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from fn import tree
 from fn.errors import expected
 
 
@@ -34,11 +36,13 @@ class Facts(NamedTuple):
     inside: the names of those axes within an island over which the inner optimizer of `fn.outer` communicates. Their
         ranks take local steps together.
     averages: the axes that each phase averages over. None: all of `axes`, in every phase.
+    batched: whether what needs whole tensors takes each matrix of a stack, the last two dimensions, by itself, so that
+        ranks may own slices of stacks; of a partition a function of params: whether that is so of each leaf.
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
     Facts(axes=('data',), whole=('scale_by_shape',), silent=False, unclamped=False, tree=(), unequal=False, shards=(),
-    inside=(), averages=Averages(warmup=('data',), compressed=(), local=()))
+    inside=(), averages=Averages(warmup=('data',), compressed=(), local=()), batched=False)
     """
 
     axes: tuple[str, ...] = ()
@@ -50,11 +54,18 @@ class Facts(NamedTuple):
     shards: tuple[str, ...] = ()
     inside: tuple[str, ...] = ()
     averages: Averages | None = None
+    batched: bool | Callable[[Any], list[bool]] = False
 
     @property
     def averaged(self) -> Averages:
         """Return the axes that each phase averages over."""
         return Averages(self.axes, self.axes, self.axes) if self.averages is None else self.averages
+
+    def in_slices(self, params: Any) -> list[bool]:
+        """Return whether each leaf of params is a stack of which ranks may own slices, along the first dimension."""
+        leaves = tree.leaves(params)
+        batched = self.batched(params) if callable(self.batched) else [self.batched] * len(leaves)
+        return [flag and p.ndim > 2 and len(p) > 1 for p, flag in zip(leaves, batched, strict=True)]
 
 
 ELEMENTWISE = Facts()
@@ -78,8 +89,21 @@ def merged(*facts: Facts) -> Facts:
     flags = {field: any(getattr(said, field) for said in facts) for field in ("silent", "unclamped", "unequal")}
     phases = zip(*(said.averaged for said in facts), strict=True)
     averages = Averages(*((*dict.fromkeys(axis for axes in phase for axis in axes),) for phase in phases))
-    whole = Facts(**fields, **flags)  # type: ignore[arg-type]
+    whole = Facts(**fields, **flags, batched=_batched(facts))  # type: ignore[arg-type]
     return whole if averages == whole.averaged else whole._replace(averages=averages)
+
+
+def _batched(facts: tuple[Facts, ...]) -> bool | Callable[[Any], list[bool]]:
+    """Return the fact `batched` of several together: no leaf is a batch where one of them needs whole stacks."""
+    said = [one.batched for one in facts if one.whole]
+    functions = [batched for batched in said if callable(batched)]
+    if not functions or True in said or not all(said):
+        return bool(said) and all(said)
+
+    def batched(params: Any) -> list[bool]:
+        return [any(flags) for flags in zip(*(f(params) for f in functions), strict=True)]
+
+    return functions[0] if len(functions) == 1 else batched
 
 
 def of_branches(whole: Facts, branches: list[Facts]) -> Facts:

@@ -286,7 +286,7 @@ def muloco(
     """
     check_interval("momentum", momentum, "[0, 1)")
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    named = hidden_and_other(labels, {"hidden": "muon", "other": "adamw"}, lambda p: p.ndim == 2)
+    named = hidden_and_other(labels, {"hidden": "muon", "other": "adamw"})
     kind_of: Tree | Callable[[Tree], Tree] = named
     if shards is None:
         iterations = scale_by_muon(momentum, scale="rms_norm")

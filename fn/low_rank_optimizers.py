@@ -114,7 +114,7 @@ def dion(
             learning rate, as a multiple of it.
         labels: which tensors are "hidden", Dion's, and which "other", averaged exactly for AdamW:
             `fn.labels_of(model)`, which leaves it embeddings and the head. None: all tensors of two dimensions and more
-            are Dion's, for their shapes do not tell.
+            are Dion's, for their shapes do not tell. Labels with splits or heads are refused.
         momentum: mu; the momentum loses 1 - mu of what is sent. weight_decay: of all tensors. AdamW's betas are 0.9 and
             0.95.
         axis: the ranks that train together. rank, multiple_of, mean, iterations, seed: as for `low_rank_average`. The
@@ -129,7 +129,7 @@ def dion(
     """
     check_interval("momentum", momentum, "[0, 1)")
     check_number("adamw_rate", adamw_rate)
-    named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1)
+    named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1, in_parts=False)
     low_rank = partial(
         low_rank_average, axis, rank, feedback=decayed(1.0, 1.0 - momentum), mean=mean, orthonormal=True,
         multiple_of=multiple_of, iterations=iterations, seed=seed,

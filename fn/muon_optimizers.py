@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,9 +22,9 @@ from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lion import scale_by_lion
-from fn.transforms.mask_and_partition import Labels, hidden_and_other, partition, unfrozen
+from fn.transforms.mask_and_partition import Labels, hidden_and_other, in_slices, partition, unfrozen
 from fn.transforms.momentum import local_momentum, trace
-from fn.transforms.muon import Scale, orthogonalize, scale_by_muon
+from fn.transforms.muon import Scale, orthogonalize, scale_by_muon, scale_by_neuron_norm
 from fn.transforms.owned import newton_schulz_costs
 from fn.transforms.owned import owned as by_owners
 from fn.transforms.scaling import scale_by_sign
@@ -39,7 +39,7 @@ def muon(
     momentum: float = 0.95,
     weight_decay: float = 0.01,
     *,
-    axis: str | None = None,
+    axis: AxisNames | None = None,
     labels: Labels = None,
     shards: Shards | str | None = None,
     owned: bool = True,
@@ -73,18 +73,19 @@ def muon(
 
         >>> ends = fn.add_decayed_weights(0.01, cautious=True), fn.scale_by_learning_rate(0.02)
         >>> kinds = {
-        ...     "hidden": fn.chain(fn.scale_by_muon(0.95, nesterov=True, scale="max", coefficients="jordan"), *ends),
-        ...     "other": fn.chain(fn.scale_by_adam(0.8, 0.95), fn.scale(0.1), *ends),
+        ...     "hidden": fn.scale_by_muon(0.95, nesterov=True, scale="max", coefficients="jordan"),
+        ...     "other": fn.chain(fn.scale_by_adam(0.8, 0.95), fn.scale(0.1)),
         ... }
         >>> kind_of = lambda params: fn.tree.map(lambda p: "hidden" if p.ndim == 2 else "other", params)
-        >>> tx = fn.owned(fn.partition(kinds, kind_of), "data", codec=fn.int8(), feedback=fn.classic())
+        >>> owned = fn.owned(fn.partition(kinds, kind_of), "data", codec=fn.int8(), feedback=fn.classic())
+        >>> tx = fn.chain(owned, *ends)
 
     Args:
         lr: of matrices, a float or a 0-d tensor; start with 0.02. other_rate: the rate of the others, as a multiple of
             it.
         momentum, scale, dtype: as for `scale_by_muon`; with scale="rms_norm" a rate of AdamW fits both kinds.
         weight_decay: of all tensors, decoupled.
-        axis: the ranks that train together; None for none.
+        axis: the ranks that train together; None for none. ("local", "node"): owned over two axes, as for `fn.owned`.
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
         shards: the axis over which params are divided by rows, or more of it, as for `fn.unsharded`: momentum stays on
@@ -103,37 +104,106 @@ def muon(
         The Polar Express (arXiv 2505.16932).
     Differs: the iterations are in float32 unless dtype=torch.bfloat16 is given, which all originals use.
     """
-    check_interval("momentum", momentum, "[0, 1)")
-    check_interval("other_rate", other_rate, "[0, inf)")
     if other not in ("adamw", "lion"):
         raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
+    direction = scale_by_adam(0.9, 0.95) if other == "adamw" else scale_by_lion(0.9, 0.95)
+    return _muon(
+        [], {other: direction}, lr, momentum, weight_decay, axis, labels, shards, owned, codec, other_rate, scale, dtype
+    )
+
+
+def normuon(
+    lr: float | Tensor = 0.02,
+    momentum: float = 0.95,
+    b2: float = 0.95,
+    weight_decay: float = 0.01,
+    *,
+    axis: AxisNames | None = None,
+    labels: Labels = None,
+    shards: Shards | str | None = None,
+    owned: bool = True,
+    codec: Codec | None = None,
+    other_rate: float = 1.0,
+    scale: Scale = "spectral_norm",
+    dtype: torch.dtype | None = None,
+) -> Transform:
+    """Train with NorMuon: Muon whose rows move about as fast as each other; all other tensors by AdamW.
+
+    Take it where `muon` fits; it keeps one more number for each row.
+
+        m <- momentum m + g;    u = s NS(g + momentum m);    v <- b2 v + (1 - b2) mean_columns u^2
+        y = u / (sqrt(v) + 1e-8);    p <- p - lr (y |u|_F / |y|_F + weight_decay p)
+
+        >>> import torch, fn
+        >>> tx = fn.normuon(0.1, axis="data")
+        >>> def train(target):                # of each rank; the best p is their mean
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(30):
+        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.450 -> 0.007
+
+    With Lion for the others, say, it is `muon`'s chain with `fn.scale_by_neuron_norm(b2)` behind `fn.scale_by_muon`.
+
+    Args:
+        lr, momentum, weight_decay, axis, labels, shards, owned, codec, other_rate, scale, dtype: as for `muon`.
+        b2: how much of v a step keeps, as for `scale_by_neuron_norm`.
+    Returns: as `muon`.
+    Raises: TypeError or ValueError that names the argument.
+
+    Paper: Li et al., NorMuon: making Muon more efficient and scalable (arXiv 2510.05491).
+    """
+    kinds = {"adamw": scale_by_adam(0.9, 0.95)}
+    norm = scale_by_neuron_norm(b2)
+    return _muon(
+        [norm], kinds, lr, momentum, weight_decay, axis, labels, shards, owned, codec, other_rate, scale, dtype
+    )
+
+
+def _muon(
+    behind: Sequence[Transform], others: Mapping[str, Transform], lr: float | Tensor, momentum: float,
+    weight_decay: float, axis: AxisNames | None, labels: Labels, shards: Shards | str | None, owned: bool,
+    codec: Codec | None, other_rate: float, scale: Scale, dtype: torch.dtype | None,
+) -> Transform:  # fmt: skip
+    """Return Muon with links behind its iterations. others: the label of the other tensors, and their direction."""
+    check_interval("momentum", momentum, "[0, 1)")
+    check_interval("other_rate", other_rate, "[0, inf)")
     if not isinstance(owned, bool):
         raise TypeError(expected("owned", "True or False", f"{owned!r}"))
-    named = hidden_and_other(labels, {"hidden": "muon", "other": other}, lambda p: p.ndim == 2)
+    ((other, direction),) = others.items()
+    named = hidden_and_other(labels, {"hidden": "muon", "other": other})
     rule = partial(orthogonalize, scale=scale, coefficients="polar_express", dtype=dtype)
     kind_of: Tree | Callable[[Tree], Tree] = named
     if shards is None:
         iterations = scale_by_muon(momentum, True, **rule.keywords)
+        iterations = chain(iterations, *behind) if behind else iterations
     else:
         kind_of, shards_of = labelled(shards, named, labels)
-        iterations = chain(trace(momentum, True), unsharded(rule(), shards_of("muon"), codec=codec, gather=codec))
-    direction = scale_by_adam(0.9, 0.95) if other == "adamw" else scale_by_lion(0.9, 0.95)
-    slower = [] if other_rate == 1 else [scaling.scale(other_rate)]
-    decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    inner = partition({"muon": chain(iterations, decay, rate), other: chain(direction, decay, *slower, rate)}, kind_of)
+        whole = chain(rule(), *behind) if behind else rule()
+        iterations = chain(trace(momentum, True), unsharded(whole, shards_of("muon"), codec=codec, gather=codec))
+    slower = [] if other_rate == 1 else [partition({"muon": chain(), other: scaling.scale(other_rate)}, kind_of)]
+    inner = partition({"muon": iterations, other: direction}, kind_of)
+    # What travels are directions. Behind them all ranks decay by the params, and step by the rate, that they have now.
+    ends = add_decayed_weights(weight_decay), *slower, scale_by_learning_rate(lr)
     if shards is not None:
         mean = always_average(axis) if codec is None else unfrozen(average(axis))
-        return _finished(chain(mean, inner), axis, "Muon")
+        return _finished(chain(mean, inner, *ends), axis, "Muon")
 
     def costs(params: Tree) -> Tree:
-        pairs = named(params), newton_schulz_costs(params), params
+        pairs = named(params), newton_schulz_costs(params, flatten=False), params
         return tree.map(lambda label, cost, p: cost if label == "muon" else p.numel(), *pairs)
 
     if owned and axis is not None:
-        return agreed(skip_nonfinite(by_owners(inner, axis, codec=codec, gather=codec, cost=costs)), axis)
+        directions = by_owners(inner, axis, codec=codec, gather=codec, cost=costs)
+        return agreed(skip_nonfinite(chain(directions, *ends)), axis)
     if codec is not None:
         raise ValueError("codec: is given where no tensors are owned; pass owned=True and an axis")
-    return agreed(skip_nonfinite(chain(always_average(axis), inner)), axis)
+    return agreed(skip_nonfinite(chain(always_average(axis), inner, *ends)), axis)
 
 
 def sign_muon(
@@ -143,6 +213,7 @@ def sign_muon(
     *,
     axis: AxisNames,
     labels: Labels = None,
+    shards: Shards | str | None = None,
     votes: Literal["momenta", "directions"] = "momenta",
     servers: bool = True,
     other_rate: float = 0.2,
@@ -185,6 +256,8 @@ def sign_muon(
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
             their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where
             scale="rms_norm".
+        shards: the axis over which params are divided, as for `muon`; `fn.Optimizer` gives it for params of FSDP2.
+            Ranks vote on their shards, over `axis`, and matrices are brought together behind the vote.
         votes: on what ranks vote, their momenta, which are orthogonalised after it, or on directions that each rank
             has orthogonalised by itself. Then every number of a step is lr or -lr, and `scale` changes nothing.
         servers: as for `lion_vote`; where there are none, a tie is 0.
@@ -193,21 +266,31 @@ def sign_muon(
         `freeze_after(n)` is its schedule, and n may be 0.
     Raises: TypeError or ValueError that names the argument.
 
-    Paper: SignMuon and MuonUSign of github intsystems/SignMuon; Bernstein et al., signSGD with majority vote (arXiv
-        1810.05291).
+    Paper: Trivedi et al., SignMuon (arXiv 2605.16311), and MuonUSign, both of github intsystems/SignMuon; Bernstein et
+        al., signSGD with majority vote (arXiv 1810.05291).
     Differs: with servers, ties and zeros take turns, and only blocks of zeros abstain; there all are 0.
     """
     check_interval("momentum", momentum, "[0, 1)")
     check_interval("other_rate", other_rate, "[0, inf)")
     if votes not in ("momenta", "directions"):
         raise ValueError(expected("votes", "'momenta' or 'directions'", f"{votes!r}"))
-    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"}, lambda p: p.ndim == 2)
-    sign = scale_by_sign()
+    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"})
+    sign, iterations = scale_by_sign(), orthogonalize(eps=1e-7, scale=scale, coefficients="jordan", dtype=dtype)
+    kind_of: Tree | Callable[[Tree], Tree] = named
+    if shards is not None:
+        kind_of, shards_of = labelled(shards, named, labels)
+        iterations = unsharded(iterations, shards_of("muon"))
+
+    def stacks(params: Tree) -> list[bool]:
+        pairs = zip(tree.spread(kind_of, params, "labels"), tree.leaves(params), strict=True)
+        return [kind == "muon" and p.ndim > 2 and len(p) > 0 for kind, p in pairs]
+
+    # By slices, so that an expert whose momentum is zero on all ranks shares its ballots with no other.
+    ballot = in_slices(compressed_average(axis, ballots(), off(), servers=servers), stacks)
     # A sign in front of the vote changes no ballot, and is all of it on one rank.
-    vote = chain(average(axis), sign, compressed_average(axis, ballots(), off(), servers=servers), sign)
-    iterations = orthogonalize(eps=1e-7, scale=scale, coefficients="jordan", dtype=dtype)
-    step = partition({"muon": iterations, "other": sign}, named)
-    rates = partition({"muon": chain(), "other": scaling.scale(other_rate)}, named)
+    vote = chain(average(axis), sign, ballot, sign)
+    step = partition({"muon": iterations, "other": sign}, kind_of)
+    rates = partition({"muon": chain(), "other": scaling.scale(other_rate)}, kind_of)
     links = (vote, step) if votes == "momenta" else (step, vote)
     ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     return _finished(chain(local_momentum(1 - momentum), *links, rates, *ends), axis, "sign_muon")

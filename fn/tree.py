@@ -9,7 +9,7 @@ from __future__ import annotations
 # The `map` of this module hides Python's.
 from builtins import map as _map
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -242,6 +242,49 @@ def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) 
     if isinstance(tree, dict):
         return {key: replace(value, kind, f) for key, value in tree.items()}
     return tree
+
+
+class Slices(NamedTuple):
+    """A stack in slices along its first dimension, a node in place of the leaf: each may be another rank's."""
+
+    parts: tuple[Any, ...]
+
+
+def sliced(tree: Tree, cut: Sequence[bool]) -> Tree:
+    """Return a tree with `Slices`, views, in place of the leaves that are to be cut."""
+    if not any(cut):
+        return tree
+    flat, structure = flatten(tree)
+    return unflatten(structure, [Slices(x.unbind()) if is_cut else x for x, is_cut in zip(flat, cut, strict=True)])
+
+
+def stacked(parts: list[Tensor], tree: Tree, cut: Sequence[bool]) -> Tree:
+    """Return a tree of these leaves, with the stacks of those that `sliced` cut; the list is empty then."""
+    flat, structure = flatten(tree)
+    parts.reverse()  # what is popped is freed when its stack is made
+    pairs = zip(flat, cut, strict=True)
+    return unflatten(structure, [torch.stack([parts.pop() for _ in x]) if c else parts.pop() for x, c in pairs])
+
+
+def spread(of_whole: Tree | Callable[[Tree], Tree], tree: Tree, argument: str) -> list[Any]:
+    """Return the leaves of a tree that is like another one, such as labels, for each of its slices that of the stack.
+
+    Args: of_whole: a function, too, which is given stacks; of those of other ranks only the dimensions fit.
+    Raises: ValueError as `in_order`.
+    """
+    counts: dict[int, int] = {}
+
+    def stack(x: Slices) -> Tensor:
+        like: Tensor = max(x.parts, key=Tensor.numel)
+        whole = like.expand(len(x.parts), *like.shape)
+        counts[id(whole)] = len(x.parts)
+        return whole
+
+    like = replace(tree, Slices, stack) if instances(tree, Slices) else tree
+    found = leaves(in_order(of_whole(like) if callable(of_whole) else of_whole, like, argument))
+    if not counts:
+        return found
+    return [x for p, x in zip(leaves(like), found, strict=True) for _ in range(counts.get(id(p), 1))]
 
 
 def by_path(t: Tree, prefix: str = "") -> dict[str, Any]:

@@ -120,49 +120,6 @@ def ring(axis: str, codec: fn.Codec) -> fn.Transform:
     return fn.stateless(lambda updates, params: tree.map(mean, updates, params))
 
 
-class WindowHistory(NamedTuple):
-    """What `window_guard` remembers. count: norms so far. mean, variance: moving ones. recent: the last scores z."""
-
-    count: Tensor
-    mean: Tensor
-    variance: Tensor
-    recent: Tensor
-
-
-def window_guard(
-    threshold: float, alpha: float, warmup: int, temperature: float | None, clip: float | None, *, leaves_out: bool
-) -> Any:
-    """Guard as the authors of EDiT do in their code: by a threshold that widens with the deviation of recent scores.
-
-    An outlier's norm is told to its history with a million added. Without a temperature norms themselves are weights.
-    """
-
-    def init(device: torch.device) -> WindowHistory:
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return WindowHistory(torch.ones((), dtype=torch.int64), zero, zero.clone(), zero.repeat(warmup))  # was told 0
-
-    def score(norm: Tensor, history: WindowHistory) -> Tensor:
-        known = (history.count >= warmup) & (history.variance > 0)
-        return torch.where(known, (norm - history.mean) / torch.where(known, history.variance, 1.0).sqrt(), 0.0)
-
-    def is_outlier(norm: Tensor, history: WindowHistory) -> Tensor:
-        bar = threshold * history.recent.std().clamp(min=1.0)
-        return leaves_out & (history.count >= warmup) & (score(norm, history) > bar)
-
-    def weights(norms: Tensor) -> Tensor:
-        return norms if temperature is None else ((norms.min() - norms) / temperature).exp()
-
-    def told(norm: Tensor, out: Tensor, history: WindowHistory) -> WindowHistory:
-        norm = norm.double() + 1e6 * out
-        delta = norm - history.mean
-        mean = history.mean + alpha * delta
-        variance = (1 - alpha) * (history.variance + alpha * delta * (norm - mean))
-        new = WindowHistory(history.count + 1, mean, variance, history.recent)
-        return new._replace(recent=torch.cat([history.recent[1:], score(norm, new).view(1)]))
-
-    return fn.contrib.Guard(init, is_outlier, weights, told, clip)
-
-
 def guarded_diloco(
     lr: float | Tensor = 4e-4, *, axis: str, guard: dict[str, Any] | None = None, outer_lr: float = 0.7,
     outer_momentum: float = 0.9, weight_decay: float = 0.1, **settings: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from golden_cases import recorded_form
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import Phase, Round
+from fn import Phase, Round, tree
+from fn.transforms.average_params import AverageParamsState
 
 FOLDER = Path(__file__).parent / "golden" / "outer"
 ROUNDS = Path(__file__).parent / "golden" / "rounds"
@@ -64,6 +67,8 @@ class Case(NamedTuple):
 
 def load(index: str, folder: Path = FOLDER) -> list[Case]:
     rows = json.loads((folder / index).read_text())["cases"]
+    for row in rows:
+        assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["sha256"]
     return [Case(row, dict(np.load(folder / row["file"]))) for row in rows]
 
 
@@ -95,3 +100,82 @@ def on_this_rank(replay: Callable[[Case, int], float], cases: list[Case]) -> lis
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     with fn.bind(mesh):
         return [replay(case, dist.get_rank()) for case in cases]
+
+
+def inner_of(hyper: dict[str, Any]) -> fn.Transform:
+    links = (fn.add_decayed_weights(hyper.get("weight_decay", 0.0)), fn.scale_by_learning_rate(hyper["lr"]))
+    if hyper["kind"] == "adamw":
+        return fn.chain(fn.scale_by_adam(*hyper.get("betas", (0.9, 0.999))), *links)
+    return fn.chain(fn.trace(hyper.get("momentum", 0.0)), *links)
+
+
+def outer_step(hyper: dict[str, Any]) -> fn.Transform:
+    return fn.chain(fn.trace(hyper["momentum"], hyper["nesterov"]), fn.scale_by_learning_rate(hyper["lr"]))
+
+
+def exact() -> fn.Transform:
+    return fn.compressed_average("data", fn.identity(), fn.off())
+
+
+class Method(NamedTuple):
+    """How a run is replayed. tx, schedule: what runs. momentum: what ours is multiplied by to be the recorded one."""
+
+    tx: fn.Transform
+    schedule: Callable[[int], fn.Phase | Round]
+    momentum: float = 1.0
+
+
+def fragments(case: Case) -> list[list[int]]:
+    return case.hyper.get("fragments") or [[*range(case.count)]]
+
+
+def outer_state(state: Any) -> Any:
+    """Return the state of local steps, whatever is around it."""
+    return tree.instances(state, (fn.OuterState, AverageParamsState))[0]
+
+
+def errors_of(state: fn.OuterState, case: Case) -> list[tuple[int, Tensor]]:
+    """Return the number of each tensor and its error; `in_basis` has those of short tensors first."""
+    workers = [error for each in tree.fields(state.sync, "worker") for error in each]
+    sizes = [x.numel() for x in case.each("init")]
+    assert len(workers) == len({*sizes}) == case.count
+    return [*zip(sorted(range(case.count), key=lambda i: sizes[i]), workers, strict=True)]
+
+
+def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them."""
+    gradients, parts = case.gradients(rank), fragments(case)
+    begun, ended, worst = [0] * case.count, [0] * case.count, [0.0]
+    for t in range(int(case.hyper["steps"])):
+        when = method.schedule(t)
+        with fn.ledger() as sent:
+            params, state = step(method.tx, when, gradients(t, params), state, params)
+        assert (sent.total > 0) == (when.begin is not None)
+        assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
+        own = outer_state(state)
+        whose = rank if "anchor" in fn.roles.rank_local(own) else (rank or 0)
+        mu, nu = (recorded_form(own.inner, field, case.hyper["inner"].get("betas")) for field in ("mu", "nu"))
+        for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
+            worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
+        if "p0.anchor" not in case.arrays:
+            continue
+        if when.begin is not None:
+            for i in parts[when.begin % len(parts)]:
+                if when.end is None:
+                    worst.append(case.off(own.pending[i], f"p{i}.mean", begun[i], whose))
+                begun[i] += 1
+        if when.begin is not None and "p0.error" in case.arrays:
+            for i, error in errors_of(own, case):
+                kept = error[..., : case.each("init")[i].numel()].reshape(params[i].shape)
+                worst.append(case.off(kept, f"p{i}.error", begun[i] - 1, rank))
+        if when.end is not None:
+            fragment = when.end % len(parts)
+            (momenta,) = tree.fields(own.outer[fragment], "mu")
+            for place, i in enumerate(parts[fragment]):
+                buffer = method.momentum * momenta[place]
+                worst.append(case.off(own.anchor[i], f"p{i}.anchor", ended[i], whose))
+                worst.append(case.off(buffer, f"p{i}.outer_momentum", ended[i], whose))
+                ended[i] += 1
+    for i in range(case.count):
+        assert "p0.anchor" not in case.arrays or ended[i] == len(case.arrays[f"p{i}.anchor"]) > 1
+    return max(worst)

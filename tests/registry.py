@@ -34,6 +34,7 @@ class Named(NamedTuple):
     adamw: phase -> the hyper-parameters under which it is torch's AdamW on one rank.
     coded_warmup: its warm-up is not exact.
     divided: its params, and so all of its state, are divided over the ranks.
+    links: of a method of `fn.contrib`: its links by their names, (axis) -> Transform.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Named(NamedTuple):
     adamw: Mapping[Phase, Mapping[str, Any]] = NOTHING
     coded_warmup: bool = False
     divided: bool = False
+    links: Mapping[str, Callable[[str], fn.Transform]] = NOTHING
 
 
 OPTIMIZERS = (
@@ -104,10 +106,13 @@ def muon_of_shards(lr: Any = 0.02, *, axis: str, **hyper: Any) -> fn.Transform:
 
 CODED = Phase.WARMUP, Phase.COMPRESSED
 ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
+LATE = Phase.WARMUP, Round(0, None), Round(1, 0)
 
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
     Named("muon, of shards", muon_of_shards, CODED, fn.freeze_after(2), replicated=False, divided=True),
+    Named("normuon", fn.normuon, CODED, fn.freeze_after(2)),
+    Named("normuon, int8", partial(fn.normuon, codec=fn.int8()), CODED, fn.freeze_after(2)),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
@@ -119,22 +124,47 @@ OTHERS = (
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
     Named("lion_vote", fn.lion_vote, CODED, fn.freeze_after(2)),
+    Named("adamw, late", fn.late(fn.adamw), LATE, fn.every(1, delay=1, start=2)),
+    Named("onebit_adam, late", fn.late(fn.onebit_adam), LATE, fn.every(1, delay=1, start=2)),
+    Named("muon, int8, late", fn.late(partial(fn.muon, codec=fn.int8())), LATE, fn.every(1, delay=1, start=2)),
+    Named("sign_muon, late", fn.late(fn.sign_muon), LATE, fn.every(1, delay=1, start=2)),
 )
 
 CONTRIB = (
     Named("demo", partial(fn.contrib.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
     Named("des_loc", fn.contrib.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
-    Named("dion2", fn.contrib.dion2, CODED, fn.freeze_after(2)),
+    Named("dion2", fn.contrib.dion2, CODED, fn.freeze_after(2), links={
+        "scale_by_dion2": lambda axis: fn.mask(
+            fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+        ),
+    }),
     Named("ef21_muon", partial(fn.contrib.ef21_muon, codec=fn.top_k(0.2)), CODED, fn.freeze_after(2)),
     Named("ef21_sgdm", partial(fn.contrib.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
     Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
-    Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
-    Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3), links={
+        "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
+    }),
+    Named("nanochat, int8", partial(fn.contrib.nanochat, codec=fn.int8()), CODED, fn.freeze_after(2), links={
+        "scale_by_nanochat": lambda axis: fn.mask(
+            fn.contrib.scale_by_nanochat(), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+        ),
+    }),
+    Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False, links={
+        "own_anchors": lambda axis: fn.contrib.own_anchors(
+            fn.average(axis), fn.scale_by_learning_rate(0.1), fn.scale_by_learning_rate(0.1),
+            fn.contrib.pair_average(axis),
+        ),
+        "pair_average": lambda axis: fn.contrib.pair_average(axis),
+    }),
     Named("norm_guard", own_pieces.guarded_diloco, ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("primal_average", own_pieces.averaged_along_the_way, (Phase.WARMUP,), lambda step: Phase.WARMUP),
+    Named("primal_average", own_pieces.averaged_along_the_way, (Phase.WARMUP,), lambda step: Phase.WARMUP, links={
+        "primal_average": lambda axis: fn.contrib.primal_average(fn.scale_by_learning_rate(0.1)),
+    }),
     Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
-    Named("sparta", partial(fn.contrib.sparta, density=0.5), ROUNDS, fn.every(3, start=2), replicated=False),
-)
+    Named("sparta", partial(fn.contrib.sparta, density=0.5), ROUNDS, fn.every(3, start=2), replicated=False, links={
+        "sparse_average": lambda axis: fn.contrib.sparse_average(axis, 1 / 3),
+    }),
+)  # fmt: skip
 """The methods of `fn.contrib`: whoever deletes one deletes its line here."""
 
 CONTRIB_ROUNDS = tuple(method for method in CONTRIB if Round() in method.phases)
@@ -142,24 +172,13 @@ CONTRIB_ROUNDS = tuple(method for method in CONTRIB if Round() in method.phases)
 APART = tuple(method for method in CONTRIB_ROUNDS if facts_of(method.make(axis="data")).unequal)
 """Methods whose ranks agree on nothing."""
 
-CONTRIB_LINKS: Mapping[str, Callable[[str], fn.Transform]] = {
-    "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
-    "own_anchors": lambda axis: fn.contrib.own_anchors(
-        fn.average(axis), fn.scale_by_learning_rate(0.1), fn.scale_by_learning_rate(0.1), fn.contrib.pair_average(axis)
-    ),
-    "pair_average": lambda axis: fn.contrib.pair_average(axis),
-    "primal_average": lambda axis: fn.contrib.primal_average(fn.scale_by_learning_rate(0.1)),
-    "scale_by_dion2": lambda axis: fn.mask(
-        fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
-    ),
-    "sparse_average": lambda axis: fn.contrib.sparse_average(axis, 1 / 3),
-}
+CONTRIB_LINKS = {name: make for method in CONTRIB for name, make in method.links.items()}
 """The links of `fn.contrib`, over an axis, for `test_facts.py`."""
 
 EVERY = (*OPTIMIZERS, *OTHERS, *CONTRIB)
 
 CODES = (
-    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "lion_vote")),
+    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "powersgd_adamw", "lion_vote")),
     Named("sign_muon, directions", partial(fn.sign_muon, votes="directions"), CODED, fn.freeze_after(2)),
     *(optimizer for optimizer in CONTRIB if optimizer.phases == CODED),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import chains
 import numpy as np
 import pytest
 import torch
@@ -12,7 +11,6 @@ from registry import ADAMS, OPTIMIZERS, each_optimizer, each_phase
 
 import fn
 from fn import Phase, tree
-from fn.adapters.deepspeed import transforms as deepspeed
 from fn.base import has_phase, unchanged
 from fn.collectives.agreement import check_agreement, describe
 
@@ -34,20 +32,6 @@ def test_several_processes_without_a_group_are_refused_at_construction(optimizer
             fn.Optimizer([p], partial(optimizer.make, axis="data"), lr=0.1)
         with pytest.raises(ValueError, match="axis: 'data' is not bound"):
             optimizer.make(lr=0.1, axis="data").init([p.detach()])
-
-
-@each_phase
-def test_several_processes_without_a_group_are_refused_in_a_step_too(optimizer, phase, monkeypatch):
-    """A state from one process, carried into a group that is not bound. A local step asks nobody."""
-    tx = optimizer.make(lr=0.1, axis="data")
-    p = [torch.ones(3)]
-    state = tx.init(p)
-    if phase is Phase.LOCAL:
-        return
-    with monkeypatch.context() as m:
-        m.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ValueError, match="axis: 'data' is not bound"):
-            tx.update(phase)(p, state, p)
 
 
 @each_phase
@@ -121,12 +105,6 @@ def test_what_is_no_phase_is_refused_by_name(phase):
         fn.onebit_adam(axis="data").update(phase)
 
 
-@pytest.mark.parametrize("block", [0, -8, 12])
-def test_a_block_that_does_not_fill_bytes_is_refused_by_name(block):
-    with pytest.raises(ValueError, match=f"block: expected .*, but got {block}"):
-        fn.sign(block=block)
-
-
 @pytest.mark.parametrize("make", [fn.diloco, fn.muloco])
 @pytest.mark.parametrize("name", ["outer_momentum", "momentum", "outer_lr"])
 def test_a_bad_number_of_local_steps_is_refused_under_the_name_of_its_argument(make, name):
@@ -139,12 +117,6 @@ def test_a_bad_number_of_local_steps_is_refused_under_the_name_of_its_argument(m
 def test_a_codec_of_integers_is_refused_by_name():
     with pytest.raises(TypeError, match=r"dtype: expected .*, but got torch\.int8"):
         fn.identity(torch.int8)
-
-
-@each_optimizer
-def test_a_hyperparameter_that_it_does_not_have_is_refused_by_name(optimizer):
-    with pytest.raises(TypeError, match="dampening"):
-        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(optimizer.make, axis="data"), dampening=0.9)
 
 
 def test_a_schedule_that_returns_no_phase_is_refused_and_nothing_moves():
@@ -166,42 +138,6 @@ def test_a_schedule_that_returns_no_phase_is_refused_and_nothing_moves():
 def test_an_optimizer_without_parameters_is_refused():
     with pytest.raises(ValueError, match="empty"):
         fn.Optimizer([], fn.adamw)
-
-
-def test_descriptions_tell_hyperparameters_codecs_and_schedules_apart():
-    """Two things that would act differently must not have one fingerprint."""
-    things = [
-        fn.onebit_adam(axis="data"),
-        fn.onebit_adam(axis="node"),
-        fn.onebit_adam(axis="data", b1=0.8),
-        fn.onebit_adam(axis="data", eps=1e-7),
-        fn.onebit_adam(axis="data", lr=torch.tensor(0.5)),
-        fn.onebit_adam(axis="data", weight_decay=0.1),
-        fn.onebit_adam(axis="data", codec=fn.sign(block=64)),
-        fn.onebit_adam(axis="data", codec=deepspeed.codec(2)),
-        fn.onebit_adam(axis="data", codec=deepspeed.codec(3)),
-        fn.onebit_adam(axis="data", codec=fn.identity()),
-        fn.onebit_adam(axis="data", codec=fn.identity(torch.bfloat16)),
-        fn.compressed_average("data", fn.sign(), layout="per_tensor"),
-        chains.onebit_adam(axis="data", bias_correction=False),
-        fn.compressed_average("data", fn.sign(), fn.off()),
-        fn.compressed_average("data", fn.sign(), fn.classic()),
-        fn.clip_by_global_norm(1.0),
-        fn.clip_by_global_norm(2.0),
-        fn.freeze_after(10),
-        fn.freeze_after(11),
-        fn.freeze_when_stable(b2=0.9),
-        fn.freeze_when_stable(b2=0.99),
-        fn.freeze_when_stable(b2=0.9, threshold=0.5),
-        fn.freeze_when_stable(b2=0.9, min_steps=3),
-        partial(fn.adamw, b1=0.5),
-        partial(fn.adamw, b1=0.6),
-    ]
-    found = [tuple(sorted(describe(thing).items())) for thing in things]
-    assert len(set(found)) == len(found)
-    again = [describe(fn.onebit_adam(axis="data")) for _ in range(2)]
-    assert again[0] == again[1]
-    assert not any("0x" in value for value in again[0].values())
 
 
 def flipped(signs):
@@ -234,12 +170,6 @@ def test_a_hyper_parameter_that_is_no_finite_number_is_refused_by_name(optimizer
     p = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=f"{name}: expected .*, but got {value}"):
         fn.Optimizer([p], partial(optimizer.make, axis="data"), **{"lr": 0.1, name: value})
-
-
-@pytest.mark.parametrize("lr", ["0.1", None, [0.1], torch.ones(1)])
-def test_a_learning_rate_of_another_kind_is_refused_by_name(lr):
-    with pytest.raises(ValueError, match=r"lr: expected .*, but got "):
-        fn.Optimizer([torch.nn.Parameter(torch.ones(3))], fn.adamw, lr=lr)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +311,6 @@ def optimizer_of(make=fn.adamw, **more):
 @pytest.mark.parametrize(
     ("use", "text"),
     [
-        (lambda: optimizer_of(fn.adamw()), "make: expected a function.*, but got a transform that is made already"),
         (lambda: optimizer_of(schedule=0), "schedule: expected a function, such as fn.freeze_after.*, but got int"),
         (lambda: fn.chain(fn.scale_by_adam, fn.scale_by_learning_rate(0.1)), r"links\[0\]: .*got scale_by_adam"),
         (lambda: fn.chain([fn.scale_by_adam()]), r"links\[0\]: expected a transform, .*, but got list"),

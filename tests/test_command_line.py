@@ -10,6 +10,7 @@ from ranks import python
 
 import fn
 from fn.__main__ import OPTIONAL, main
+from fn.planner.recommend import IMPORTS, PICKS
 
 number = 7
 
@@ -70,6 +71,28 @@ def test_the_cure_for_what_is_missing_names_packages_that_a_registry_has():
     cures = [cure for _, cure in OPTIONAL.values()]
     assert not [cure for cure in cures if "fn-optim" in cure]
     assert all(re.fullmatch(r"pip install [\w-]+|see the vendor's instructions", cure) for cure in cures)
+
+
+def test_alone_it_says_what_runs_here_what_to_take_and_what_to_try_next(capsys):
+    main([])
+    text = capsys.readouterr().out
+    main(["table"])
+    assert text.startswith(capsys.readouterr().out)
+    assert all(f"  {pick.name}: {pick.when}\n      {pick.code}\n" in text for pick in PICKS)
+    assert len(PICKS) == 5
+    *_, line = text.strip().splitlines()
+    main(line.split()[3:])  # the next command, as it is printed
+    assert "same loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pick", PICKS, ids=[pick.name for pick in PICKS])
+def test_the_names_in_the_code_of_a_pick_are_there(pick):
+    names = {}
+    exec(f"{IMPORTS}\n{pick.code if 'import' in pick.code else ''}", names)
+    found = re.findall(r"\bfn(?:\.\w+)+", pick.code)
+    assert found
+    if "import" not in pick.code:
+        assert all(callable(eval(name, names)) for name in found)
 
 
 def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):

@@ -61,6 +61,7 @@ LINKS: dict[str, Make] = {
     "scale_by_learning_rate": lambda axis: fn.scale_by_learning_rate(0.1),
     "scale_by_lion": lambda axis: fn.scale_by_lion(),
     "scale_by_muon": lambda axis: fn.mask(fn.scale_by_muon(), [True, False]),
+    "scale_by_neuron_norm": lambda axis: fn.mask(fn.scale_by_neuron_norm(), [True, False]),
     "scale_by_onebit_adam": lambda axis: fn.scale_by_onebit_adam(sync=fn.chain()),
     "scale_by_onebit_lamb": lambda axis: fn.scale_by_onebit_lamb(sync=fn.chain()),
     "scale_by_shape": lambda axis: fn.scale_by_shape(),
@@ -81,7 +82,7 @@ LINKS: dict[str, Make] = {
 
 WHOLE = {
     "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned",
-    "partition", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape",
+    "partition", "scale_by_muon", "scale_by_neuron_norm", "scale_by_onebit_lamb", "scale_by_shape",
     "scale_by_sign with noise", "scale_by_trust_ratio", "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
@@ -183,7 +184,7 @@ def test_in_a_mask_or_a_partition_it_is_what_it_is_on_these_leaves_alone(name):
         return
     one = lambda: LINKS[name]("data")  # noqa: E731
     grads = [[g[0]] for g in GRADS]
-    if name in ("orthogonalize", "scale_by_muon"):
+    if name in ("orthogonalize", "scale_by_muon", "scale_by_neuron_norm"):
         one = getattr(fn, name)
     with fn.collectives.axis.Binding({"data": fn.collectives.axis.Axis(1, torch.tensor(0), "alone")}):
         wanted = updates_of(one(), [PARAMS[0]], grads)
@@ -254,6 +255,24 @@ def test_what_a_sharded_link_takes_for_a_tensor_is_refused_where_it_is_made():
     """The updates of this chain were 2.0 times too large on two ranks."""
     with pytest.raises(ValueError, match=r"^inner: .*element-wise.* got scale_by_shape"):
         fn.sharded(fn.chain(fn.scale_by_shape(), fn.scale_by_learning_rate(0.1)), "data")
+
+
+def test_which_leaves_are_batches():
+    """Of a partition those whose transform takes each matrix of a stack by itself; none, if one needs whole stacks."""
+    params = [torch.zeros(3, 2, 2), torch.zeros(3, 2, 2), torch.zeros(2, 2), torch.zeros(1, 2, 2)]
+    kinds, labels = {"a": fn.chain(fn.scale_by_muon(), fn.scale(0.1)), "b": fn.scale_by_adam()}, ["a", "b", "a", "a"]
+    of_labels = [fn.partition(kinds, labels), fn.partition(kinds, lambda params: labels)]
+    nothing = fn.partition(dict.fromkeys("ab", fn.chain()), lambda params: labels)
+    of_labels += [fn.chain(fn.trace(0.9), tx, nothing) for tx in of_labels]
+    for tx in of_labels:
+        assert facts_of(tx).in_slices(params) == [True, False, False, False]
+    masked = fn.mask(fn.orthogonalize(), [False, True, True, True])
+    assert facts_of(masked).in_slices(params) == [False, True, False, False]
+    silent = LINKS["a link that says nothing"]("data")
+    for link in (fn.scale_by_muon(flatten=True), fn.scale_by_trust_ratio(), fn.scale_by_adam(), silent):
+        assert facts_of(fn.chain(link, fn.scale(0.1))).in_slices(params) == [False] * 4
+        whole = fn.partition({**kinds, "b": fn.chain(link, fn.scale_by_shape())}, labels)
+        assert facts_of(whole).in_slices(params) == [False] * 4
 
 
 def test_axes_in_a_string_are_refused():

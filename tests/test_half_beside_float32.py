@@ -42,8 +42,9 @@ def each_in_turn() -> dict[str, Any]:
                 continue
             params = [torch.nn.Parameter(p) for p in model().values()]
             make = lambda o=optimizer, **k: o.make(axis="data", **k)  # noqa: E731
-            opt = fn.Optimizer(params, make, schedule=optimizer.schedule, lr=optimizer.lr)
-            for step in range(30):
+            phases = [*optimizer.phases[:1] * 2, *optimizer.phases[1:] * 2]
+            opt = fn.Optimizer(params, make, schedule=phases.__getitem__, lr=optimizer.lr)
+            for step in range(len(phases)):
                 generator = torch.Generator().manual_seed(step + 100 * torch.distributed.get_rank())
                 for p in params:
                     p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import warnings
@@ -17,13 +16,9 @@ from registry import OPTIMIZERS
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import Phase, tree
 
 SHAPES = [(6, 5), (7,), (), (0,), (30, 100)]
 BY_NAME = {o.name: o for o in OPTIMIZERS}
-COMPRESSING = [o.name for o in OPTIMIZERS if Phase.COMPRESSED in o.phases]
-
-
 def build(name: str, schedule) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
@@ -90,62 +85,3 @@ def test_nothing_grows_over_a_thousand_steps_and_over_a_hundred_optimizers(name)
         assert last[:3] == first[:3]
         assert last[3] < 1.01 * first[3]
         assert alive == 1
-
-
-def frozen(name: str) -> tuple:
-    """Freeze the first parameter for 3 compressed steps; return whether (it, another) moved then, and afterwards."""
-    params, opt = build(name, lambda t: Phase.WARMUP if t < 3 else Phase.COMPRESSED)
-    moved = []
-    for first, last, needed in ((0, 5, True), (5, 8, False), (8, 11, True)):
-        params[0].requires_grad_(needed)
-        before = [p.detach().clone() for p in params]
-        for t in range(first, last):
-            step(opt, params, t)
-        moved.append((not torch.equal(before[0], params[0]), not torch.equal(before[4], params[4])))
-    return moved, [p.detach() for p in params], opt.skipped, opt.steps
-
-
-def joined(name: str) -> tuple:
-    """Add a group after 2 compressed steps, then 2 of warm-up and 4 compressed; return whether it moved in each."""
-    asked = [Phase.WARMUP] * 3 + [Phase.COMPRESSED] * 2 + [Phase.WARMUP] * 2 + [Phase.COMPRESSED] * 4
-    params, opt = build(name, asked.__getitem__)
-    for t in range(5):
-        step(opt, params, t)
-    params.append(torch.nn.Parameter(torch.ones(9)))
-    opt.add_param_group({"params": params[-1:], "lr": 0.02})
-    moved = []
-    for first, last in ((5, 7), (7, 11)):
-        before = [p.detach().clone() for p in params]
-        for t in range(first, last):
-            step(opt, params, t)
-        moved.append((not torch.equal(before[-1], params[-1]), not torch.equal(before[0], params[0])))
-    return moved, [p.detach() for p in params], opt.skipped, opt.steps
-
-
-def all_cases() -> dict[tuple[str, str], tuple]:
-    return {(f.__name__, name): f(name) for f in (frozen, joined) for name in COMPRESSING}
-
-
-@functools.cache
-def answers() -> list[dict[tuple[str, str], tuple]]:
-    return ranks.run(2, all_cases)
-
-
-def check(f: str, name: str, expected: list[tuple[bool, bool]]) -> None:
-    found = [rank[f, name] for rank in answers()]
-    for moved, params, skipped, steps in found:
-        assert moved == expected
-        assert (skipped, steps) == (0, 11)
-        assert all(bool(torch.isfinite(p).all()) for p in tree.leaves(params))
-    for a, b in zip(found[0][1], found[1][1], strict=True):
-        torch.testing.assert_close(a, b, rtol=0 if BY_NAME[name].replicated else 1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", COMPRESSING)
-def test_a_parameter_that_freezes_in_the_compressed_phase_stays_and_moves_again_afterwards(name):
-    check("frozen", name, [(True, True), (False, True), (True, True)])
-
-
-@pytest.mark.parametrize("name", COMPRESSING)
-def test_a_group_that_joins_in_the_compressed_phase_trains_after_a_warm_up(name):
-    check("joined", name, [(True, True), (True, True)])

@@ -38,6 +38,22 @@ def test_other_tensors_step_along_signs() -> None:
     assert long.square().mean().sqrt() == pytest.approx(0.02, rel=0.2)
 
 
+@pytest.mark.parametrize("votes", ["momenta", "directions"])
+@pytest.mark.parametrize("servers", [True, False])
+def test_an_expert_that_never_gets_a_token_stays(votes: Any, servers: bool) -> None:
+    """Although its numbers lie among those of others, in a block and in a server's piece; one rank's token moves it."""
+    tx = fn.sign_muon(0.1, axis="data", labels="hidden", votes=votes, servers=servers)
+    params, g = torch.ones(4, 3, 5), normal(3, 4, 3, 5)
+    g[:, 2], g[1:, 1] = 0, 0
+    dims = fn.rank_dims(tx.init(params))
+    state = fn.simulate(tx.init, "data", 3, in_dims=None, out_dims=dims)(params)
+    for phase in (fn.Phase.COMPRESSED, fn.Phase.WARMUP, fn.Phase.COMPRESSED):
+        step = fn.simulate(tx.update(phase), "data", 3, in_dims=(0, dims, None), out_dims=(None, dims))
+        updates, state = step(g, state, params)
+        assert not updates[2].any()
+        assert all(updates[i].any() for i in (0, 1, 3))
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [

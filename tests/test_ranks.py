@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -18,12 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
+from fn.collectives import agreement
+from fn.inplace import match
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
 
 SHAPES = [(6, 5), (7,), (), (0,), (3, 2, 2)]
 STEPS = 8
-SCHEDULE = fn.freeze_after(3)
 BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 
 
@@ -286,15 +286,20 @@ def disagree(field: str) -> str:
     hyper = changes.get(field, {}) if second else {}
     lr = 0.5 if field == "lr" and second else 0.25
     schedule = fn.freeze_after(20 if field == "schedule" and second else 10)
-    groups = [{"params": params}]
+    named = list(zip(("first", "second", "third"), params, strict=False))
+    groups = [{"params": named[::-1] if field == "order" and second else named}]
     if field == "groups" and second:
-        groups.append({"params": [torch.nn.Parameter(torch.ones(2))]})
+        groups.append({"params": [("more", torch.nn.Parameter(torch.ones(2)))]})
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    other = {"other": alone if second else dist.group.WORLD} if field == "world" else {}
+    agreement.__version__ = "9.9.9" if field == "version" and second else fn.__version__
+    rows = {} if field == "steps in place" and second else match._rows  # a method's module is not imported there
     optimizer = fn.onebit_lamb if field == "optimizer" and second else fn.onebit_adam
-    with bound():
+    with mock.patch.object(match, "_rows", rows), fn.bind({"data": dist.group.WORLD, **other}):
         try:
             fn.Optimizer(groups, partial(optimizer, axis="data", **hyper), schedule=schedule, lr=lr)
-        except ValueError as error:
-            return str(error)
+        except fn.RanksDisagree as error:
+            return str(error) if error.rank == 1 and error.field else f"rank {error.rank}, field {error.field!r}"
     return "no error"
 
 
@@ -312,6 +317,10 @@ NAMED = {
     "optimizer": "scale_by_adam.b1 is missing on rank 1",
     "schedule": "steps is 20 on rank 1 and 10 on rank 0",
     "groups": "param groups is 2 on rank 1 and 1 on rank 0",
+    "order": "name of parameter 0 in group 0 is second",
+    "world": "size of axis 'other' is 1",
+    "version": "version of fn is 9.9.9",
+    "steps in place": "steps taken in place is ()",
 }
 
 
@@ -320,6 +329,7 @@ def test_ranks_that_disagree_at_construction_are_refused_on_all_with_rank_and_fi
     for found in answers(2, disagree, tuple((name,) for name in NAMED)):
         assert "ranks disagree" in found[(field,)]
         assert "rank 1" in found[(field,)]
+        assert "nothing has moved" in found[(field,)]
         assert NAMED[field] in found[(field,)]
 
 
@@ -338,25 +348,3 @@ def test_the_fourth_rank_is_named_and_pure_functions_are_checked_too():
         assert "ranks disagree" in text
         assert "block is 16 on rank 1 and 8 on rank 0" in text
 
-
-# A rank that dies.
-
-
-def killed() -> str:
-    params = [torch.nn.Parameter(p) for p in start()]
-    with bound():
-        opt = fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=SCHEDULE, lr=0.01)
-    for t in range(STEPS):
-        for p, g in zip(params, gradient(t, dist.get_rank()), strict=True):
-            p.grad = g
-        if t == 5 and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            opt.step()
-        except RuntimeError as error:
-            return type(error).__name__
-    return "nothing"
-
-
-def test_when_a_rank_is_killed_the_others_get_an_error_and_do_not_wait_for_the_timeout():
-    assert ranks.outcomes(3, killed) == ["PeerLost", ranks.Died(-signal.SIGKILL), "PeerLost"]

@@ -41,18 +41,10 @@ def plain(names: Sequence[str]) -> list[fn.Transform]:
     return [holding(names, count, 1), holding(names, infinite, 0), holding(names, below, 0)]
 
 
-def adamw(names: Sequence[str], lr: Any) -> fn.Transform:
-    return fn.chain(*plain(names), fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
-
-
 def onebit(names: Sequence[str], lr: Any) -> fn.Transform:
     sync = fn.compressed_average("data", fn.sign())
     links = fn.average("data", fn.int8()), *plain(names), fn.scale_by_onebit_adam(sync=sync)
     return fn.chain(*links, fn.scale_by_learning_rate(lr))
-
-
-def guarded_inside(names: Sequence[str], lr: Any) -> fn.Transform:
-    return fn.chain(fn.skip_nonfinite(adamw(names, lr)), *plain(names))
 
 
 def local_steps(names: Sequence[str], lr: Any) -> fn.Transform:
@@ -63,21 +55,9 @@ def local_steps(names: Sequence[str], lr: Any) -> fn.Transform:
     return fn.chain(fn.average("data"), *plain(names), fn.outer(inner, outer, fn.chain(mean, count, below)))
 
 
-def zero_one(names: Sequence[str], lr: Any) -> fn.Transform:
-    sync = fn.compressed_average("data", fn.sign())
-    return fn.chain(fn.average("data"), *plain(names), fn.scale_by_zero_one_adam(lr, sync=sync))
-
-
-def codes(step: int) -> fn.Phase:
-    return fn.Phase.COMPRESSED if step > 1 else fn.Phase.WARMUP
-
-
 METHODS: dict[str, tuple[Callable[..., fn.Transform], Callable[[], Any]]] = {
-    "AdamW, watched by its schedule": (adamw, lambda: lambda step: fn.Phase.WARMUP),
     "1-bit Adam, frozen when stable": (onebit, lambda: fn.freeze_when_stable(b2=0.5, threshold=0.1)),
-    "a guard inside": (guarded_inside, lambda: codes),
     "local steps": (local_steps, lambda: fn.every(2)),
-    "0/1 Adam": (zero_one, lambda: fn.zero_one_schedule(2, 2, 2, 2)),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden.test_golden_bases import CASES
+from recorded_codes import FOLDER, load
 from simulated import one_step
 from torch import Tensor
 
@@ -20,7 +20,7 @@ def test_distributed_lions_ties_and_bits_are_others() -> None:
         all are -1, so that with two ranks params drift wherever the ranks disagree. One bit travels for an element;
         theirs are added up as 64 bit numbers.
     """
-    case = next(case for case in CASES if case.row["method"] == "distributed_lion" and case.world == 2)
+    case = next(case for case in load(FOLDER, "index_lion.json") if case.row["name"] == "lion_w2_ties")
     g, lr = case.each("grad")[0][0], case.hyper["lr"]
     divided = g[0].sign() != g[1].sign()
     theirs = case.each("param")[0][0] - case.each("init")[0] * (1 - lr * case.hyper["weight_decay"])

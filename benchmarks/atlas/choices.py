@@ -1,73 +1,20 @@
-"""Tables of docs/choosing.md, from the atlas' rows: what methods lose and save, and which learning rate to start with.
+"""Tables from the atlas' rows: what codes cost beside the same without codes, and which learning rate to start with.
 
-`report.py` writes them into the page.
+`report.py` writes them into the pages.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from benchmarks.atlas import picture as atlas_picture
 from benchmarks.atlas.methods import CORE, H
 from benchmarks.atlas.paired import difference
-from benchmarks.atlas.summary import BASE, MAIN, Row, by_seed, chosen_rate, runs, summary, two_digits
+from benchmarks.atlas.summary import BASE, Row, by_seed, chosen_rate, runs, two_digits
 from benchmarks.atlas.tasks import TASKS
-
-LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
 RATE_TASKS = ("language model", "fine-tuning", "digits")
 """Tasks on which rates are compared."""
-
-
-class Choice(NamedTuple):
-    """A line of the page. method: its name in the atlas."""
-
-    situation: str
-    take: str
-    method: str
-
-
-CHOICES = (
-    Choice("any optimizer of torch under DDP", "`average_gradients(model, fn.int4(), ...)`", "adamw, int4"),
-    Choice("the same, and nothing may be lost", "`average_gradients(model, fn.int8(), ...)`", "adamw, int8"),
-    Choice("Adam over Ethernet, a model on every rank", "`fn.onebit_adam`, `fn.freeze_after(...)`", "onebit_adam"),
-    Choice("the same, and the warm-up is too slow", "`warmup=fn.int8()`", "onebit_adam, int8 first"),
-    Choice("the same, in few messages", "`fn.zero_one_adam`, `fn.zero_one_schedule(...)`", "zero_one_adam"),
-    Choice("between sites, long runs", "`fn.diloco(codec=fn.int8())`, `fn.every(...)`", "diloco, int8"),
-    Choice("the same, and every byte counts", "`fn.diloco(codec=fn.bins(4, 6))`", "diloco, 2 bits"),
-    Choice("the same, 1/32 of the numbers", "`fn.sparse_loco`", "sparse_loco"),
-    Choice("the same, with Muon inside", "`fn.muloco(labels=fn.labels_of(model))`", "muloco, 2 bits"),
-    Choice("state in shards (ZeRO-1, 2)", "`fn.loco_adamw(gather=fn.int8(), master=True)`", "loco_adamw, int8 back"),
-    Choice("the same, with 1-bit Adam's gradients", "`fn.sharded_onebit_adam`", "sharded_onebit_adam"),
-    Choice("matrices dominate, many ranks", "`fn.powersgd_adamw(rank=4)`", "powersgd_adamw"),
-    Choice("the same, with Muon's directions", "`fn.dion(labels=fn.labels_of(model))`", "dion"),
-    Choice("Muon, its state divided among ranks", "`fn.muon(codec=fn.int8())`", "muon, int8"),
-    Choice("Lion, one bit a number", "`fn.lion_vote`", "lion_vote"),
-    Choice("large batches with LAMB", "`fn.onebit_lamb`", "onebit_lamb"),
-)  # fmt: skip
-"""In the order in which the page has them."""
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Return what each choice loses on the language model, and what it saves: bytes, and predicted time."""
-    setting = TASKS[MAIN]
-    found = {row["method"]: row for row in summary(rows, MAIN, setting.workers, setting.steps)}
-    plans = {title: atlas_picture.predicted(setting.workers, bits) for title, bits in LINKS.items()}
-    head = ["your situation", "take", "loss - AdamW's", "which is", "fewer bytes"]
-    head += [f"times as fast, {title}" for title in LINKS]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for choice in CHOICES:
-        row, base = found[choice.method], found[BASE]
-        gap = row["difference"]
-        cells = [choice.situation, choice.take, f"{gap:.3f}", gap.verdict, f"{base['bytes'] / row['bytes']:.1f}x"]
-        for made in plans.values():
-            slow, own = (atlas_picture.slowdown(name, made, setting.steps) for name in (BASE, choice.method))
-            cells.append(f"{slow / own:.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
 
 COUNTERPARTS = (
     ("adamw, int8", "adamw"),

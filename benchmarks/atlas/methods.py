@@ -144,12 +144,15 @@ def lion(lr: Any, axis: str) -> fn.Transform:
     return fn.chain(fn.average(axis), fn.scale_by_lion(0.9, 0.99), *ends)
 
 
-def muon(lr: Any, axis: str, *, owned: bool = True, codec: fn.Codec | None = None) -> fn.Transform:
-    """Return Muon, with the atlas' AdamW for all other tensors."""
+def muon(
+    lr: Any, axis: str, *, owned: bool = True, codec: fn.Codec | None = None, b2: float | None = None
+) -> fn.Transform:
+    """Return Muon, with the atlas' AdamW for all other tensors; NorMuon with b2."""
     ends = fn.add_decayed_weights(ADAM["weight_decay"]), fn.scale_by_learning_rate(lr)
     rule = fn.scale_by_muon(0.95, nesterov=True, eps=ADAM["eps"], scale="rms_norm", coefficients="polar_express")
     adam = fn.scale_by_adam(0.9, ADAM["b2"], ADAM["eps"])
-    inner = fn.partition({"hidden": fn.chain(rule, *ends), "other": fn.chain(adam, *ends)}, labels)
+    norm = [] if b2 is None else [fn.scale_by_neuron_norm(b2)]
+    inner = fn.partition({"hidden": fn.chain(rule, *norm, *ends), "other": fn.chain(adam, *ends)}, labels)
     if not owned:
         return fn.chain(fn.average(axis), inner)
     return fn.owned(inner, axis, codec=codec, gather=codec)
@@ -189,6 +192,9 @@ CORE = {
     "adamw, bf16": Method("exact", bf16, first(0), ADAM_RATE, "bfloat16", "bf16 gradients"),
     "muon": Method(
         "exact", partial(muon, owned=False), never, ADAM_RATE, "float32, blocks only", "adamw", tasks=TEXT
+    ),
+    "normuon": Method(
+        "exact", partial(muon, owned=False, b2=0.95), never, ADAM_RATE, "float32, blocks only", "adamw", tasks=TEXT
     ),
     "muon, int8": Method(
         "4 or 8 bits", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon",

@@ -22,7 +22,8 @@ from fn.collectives.axis import Binding
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
-from fn.planner.methods import Method, parts_of, rows
+from fn.planner.methods import Method, parts_of
+from fn.planner.network import Message
 from fn.planner.traffic import Model
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -182,6 +183,17 @@ def without_eps(optimizer: Any) -> Any:
     return lambda *args, eps, **settings: optimizer(*args, **settings)
 
 
+def textbook_messages(shapes: Model, ranks: int) -> list[Message]:
+    """Return the messages of DeepSpeed: tensor by tensor, bits and scales apart, four collectives each."""
+    messages = []
+    for n in shapes.lengths.elements():
+        bits = (ranks - 1) * -(-n // (ranks * 8))
+        scale = (ranks - 1) * 4
+        messages += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
+        messages += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
+    return messages if ranks > 1 else []
+
+
 _signs = partial(traffic.codes, codec=sign())
 _lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
 _rare = partial(fn.zero_one_adam, feedback=fn.classic(lazy=True))
@@ -197,7 +209,7 @@ CONTENDERS: Mapping[str, Contender] = {
         partial(exact, hook=half_precision), _method(partial(traffic.exact, width=2), traffic.BUCKET)
     ),
     "DDP PowerSGD 1": Contender(partial(low_rank, 1), _method(partial(traffic.power_sgd, rank=1))),
-    "1-bit Adam, tensor by tensor": Contender(textbook, _method(traffic.textbook_onebit)),
+    "1-bit Adam, tensor by tensor": Contender(textbook, _method(textbook_messages)),
     ONEBIT: Contender(partial(ours, _lazy), _method(_signs)),
     f"{ONEBIT}{OVERLAPPED}": Contender(partial(overlapped, _lazy), _method(_signs, 4 * ddp.BUCKET)),
     "fn 0/1 Adam": Contender(partial(ours, _rare, schedule=rarely), _method(_signs, interval=INTERVAL), INTERVAL),
@@ -209,10 +221,6 @@ CONTENDERS: Mapping[str, Contender] = {
     "fn PowerSGD 4": Contender(partial(ours, fn.powersgd_adamw), _method(partial(traffic.low_rank, rank=4))),
     "fn Lion, votes": Contender(
         partial(ours, without_eps(fn.lion_vote)), _method(partial(traffic.codes, codec=fn.ballots()))
-    ),
-    "fn DeMo": Contender(
-        partial(ours, without_eps(fn.contrib.demo)),
-        _method(next(row.send for row in rows(contrib=True) if row.name == "demo")),
     ),
 }
 """What is compared, in the order in which it runs."""

@@ -20,7 +20,6 @@ from benchmarks.links.contenders import (
     half_precision,
     ours,
     overlapped,
-    without_eps,
 )
 from fn.planner.methods import Method, method, rows
 from fn.planner.traffic import Model
@@ -50,7 +49,7 @@ class Way(NamedTuple):
         """Return how the planner sees it."""
         if self.planned is None:
             return None
-        row = next(row for row in rows(local_steps=ROUND, contrib=True) if row.name == self.planned)
+        row = next(row for row in rows(local_steps=ROUND) if row.name == self.planned)
         cut = row.cut if self.fragments == 1 else self.fragments
         return method(row._replace(delay=self.delay / ROUND, cut=cut), model, ranks)
 
@@ -94,7 +93,6 @@ WAYS: Mapping[str, Way] = {
     "1-bit Adam, overlapped": Way(partial(overlapped, _lazy), "onebit_adam, overlapped", partial(ours, _lazy)),
     "SDP4Bit": Way(partial(ours, sdp4bit), "SDP4Bit"),
     "PowerSGD, rank 4": Way(partial(ours, fn.powersgd_adamw), "powersgd_adamw, rank 4", state=28),
-    "DeMo": Way(partial(ours, without_eps(fn.contrib.demo)), "demo"),
     "DiLoCo, float32": rounds(fn.diloco, "diloco"),
     "DiLoCo, int8": rounds(partial(fn.diloco, codec=fn.int8()), "diloco, int8"),
     "DiLoCo, 2 bits": rounds(partial(fn.diloco, codec=fn.bins(4, 6)), "diloco, 2 bits"),

@@ -1,4 +1,4 @@
-"""Tables of docs/playbook.md: what to take for a link, a model and a step, predicted, and what the grid measured.
+"""Tables of docs/choosing.md: what to take for a link, a model and a step, predicted, and what the grid measured.
 
 `report.py` writes them into the page.
 """
@@ -12,8 +12,9 @@ from benchmarks.links import grid_report
 from benchmarks.links.grid_methods import DDP, GPT2, NONE
 from benchmarks.measure import markdown
 from fn.planner import traffic
+from fn.planner.command import TCP_BUCKETS, TCP_WHOLE
 from fn.planner.methods import method, rows
-from fn.planner.network import Cost, network
+from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Prediction, predict
 from fn.planner.units import show_seconds
 
@@ -50,7 +51,7 @@ TAKES = (
     Take("AdamW", "adamw"),
     Take("bf16", "bf16 gradients"),
     Take("int4", "adamw, int4 gradients"),
-    Take("1-bit Adam", "onebit_adam, overlapped"),
+    Take("sign_muon", "sign_muon"),
     *(Take(f"DiLoCo, H = {h}", "diloco, int8, delayed", h) for h in ROUNDS),
     Take(f"DiLoCo, H = {ROUNDS[-1]}, late", "diloco, int8, late", ROUNDS[-1]),
 )
@@ -59,7 +60,8 @@ TAKES = (
 
 def predictions(cost: Cost, params: int, compute: float) -> Iterator[tuple[Take, Prediction]]:
     """Yield each method's predicted step, in their order."""
-    shapes, net = traffic.model(params), network(MACHINES, MACHINES, cost)
+    link = Link(cost, whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+    shapes, net = traffic.model(params), network(MACHINES, 1, link, link)
     for take in TAKES:
         table = rows() if take.rounds is None else rows(local_steps=take.rounds)
         own = method(next(row for row in table if row.name == take.row), shapes, MACHINES)
@@ -107,11 +109,11 @@ def measured(result: dict[str, Any]) -> str:
 
 
 SHOWN = "200 Mbit/s"
-"""The link of the sentence on README.md."""
+"""The link of a sentence."""
 
 
 def headline(result: dict[str, Any]) -> str:
-    """Return the sentence on README.md: seconds a step on one of the grid's links."""
+    """Return the sentence of the page: seconds a step on one of the grid's links."""
     here = {cell.step.method: cell for cell in grid_report.cells(result) if (cell.ranks, cell.rate) == (2, SHOWN)}
     ddp, half, four, one, late = (
         f"{here[name].step.seconds:.2g}" for name in (DDP, "DDP bf16", "int4 gradients", MEASURED[4], MEASURED[6])

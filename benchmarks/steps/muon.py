@@ -32,7 +32,7 @@ from fn.transforms.muon import COEFFICIENTS, NewtonSchulz, orthogonal
 
 RANKS = (2, 4)
 REPLICATED, OWNED, CODED, PEER = "replicated", "owned", "owned, int8 both ways", "as microsoft/dion beside DDP"
-RULE = NewtonSchulz(COEFFICIENTS["polar_express"], 1e-8, "spectral_norm", None)
+RULE = NewtonSchulz(COEFFICIENTS["polar_express"], 1e-8, "spectral_norm", None, flatten=False)
 
 
 def shapes(layers: int, width: int) -> list[tuple[int, ...]]:

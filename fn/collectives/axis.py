@@ -217,12 +217,22 @@ def axis_index(axis: AxisNames) -> Tensor:
     return index
 
 
-def own_rank(axis: str) -> int:
-    """Return the rank of this process on an axis that is not simulated, as a number.
+def is_simulated(axis: AxisNames) -> bool:
+    """Tell whether the ranks of an axis, or of one of several, are simulated."""
+    return any(resolve(name).transport == SIMULATED for name in names(axis))
+
+
+def own_rank(axis: AxisNames) -> int:
+    """Return the rank of this process on an axis that is not simulated, or its index on several, as a number.
 
     >>> own_rank("data")
     0
     """
+    if not isinstance(axis, str):
+        index = 0
+        for name in names(axis):
+            index = index * resolve(name).size + own_rank(name)
+        return index
     _, rank, transport = resolve(axis)
     if torch.compiler.is_compiling() and transport in _ranks:  # of a tensor the compiler would not know the number
         return _ranks[transport]

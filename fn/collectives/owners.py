@@ -26,6 +26,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives import messages, primitives
+from fn.collectives.axis import AxisNames
 from fn.collectives.carriers import carrier_of
 from fn.collectives.profiling import RangeName, step_range
 from fn.kernels import memory_pool
@@ -37,7 +38,7 @@ LARGE = 1 << 16
 """Bytes from which on a device sends a tensor from where it lies, as a message of its own; smaller ones are joined."""
 
 
-def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str, among: int = 1) -> list[Tree]:
     """Send each item to its owner; return the items of own tensors with a row from each rank, (W, ...).
 
         >>> import torch, fn
@@ -49,13 +50,14 @@ def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[T
         tensor([[5.],
                 [6.]])
 
-    Args: items: of all tensors. owners: the rank of each. axis: the axis' name.
+    Args: items: of all tensors. owners: the rank of each. axis: the axis' name. among: of how many such groups of ranks
+        one has these tensors, where simulated ranks of all have them.
     Returns: an entry for each tensor: None for those of others, but under `simulate`, where ranks get all of them.
     Raises: as `all_to_all`.
     """
     size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
-        return _simulated(items, axis, "all_to_all")
+        return _simulated(items, axis, "all_to_all", among)
     if size == 1:
         return [*items]
     flat = [tree.flatten(item) for item in items]
@@ -87,8 +89,11 @@ def columns_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], axis: st
     return [next(columns) if owner == rank else None for owner in owners]
 
 
-def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: AxisNames, among: int = 1) -> list[Tree]:
     """Send the items of own tensors to all ranks; return those of all tensors, the same on every rank.
+
+    Over ("local", "node") they go to the rank of the owner's local index in every node, and on within the node as they
+    came.
 
         >>> import torch, fn
         >>> from fn.collectives.owners import from_owners
@@ -96,12 +101,15 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list
         >>> fn.simulate(on_rank, "data", 2, out_dims=None)(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
         [tensor([[1.]]), tensor([[5., 6.]])]
 
-    Args: items: of all tensors; of those of others only shapes and dtypes matter. owners, axis: as for `to_owners`.
+    Args: items: of all tensors; of those of others only shapes and dtypes matter. owners: the rank of each, over
+        several axes its index. axis: the axis' name, or two. among: as for `to_owners`.
     Raises: as `all_gather`.
     """
+    if not isinstance(axis, str):
+        return _from_owners_over(items, owners, axes.names(axis))
     size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
-        of_ranks = _simulated(items, axis, "all_gather")
+        of_ranks = _simulated(items, axis, "all_gather", among)
         return [tree.map(lambda x, o=o: x[o : o + 1], rows) for rows, o in zip(of_ranks, owners, strict=True)]
     if size == 1:
         return [*items]
@@ -115,6 +123,31 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list
         tree.unflatten(structure, [next(rest[owner]) for _ in leaves])
         for (leaves, structure), owner in zip(flat, owners, strict=True)
     ]
+
+
+def _from_owners_over(items: Sequence[Tree], owners: Sequence[int], names: Sequence[str]) -> list[Tree]:
+    *inner, outer = names
+    if not inner:
+        return from_owners(items, owners, outer)
+    (local,) = inner
+    found, in_node = [*items], [owner // axes.axis_size(outer) for owner in owners]
+    here = served_here(in_node, local)
+    across = [owners[i] % axes.axis_size(outer) for i in here]
+    came = from_owners([items[i] for i in here], across, outer, axes.axis_size(local)) if here else []
+    for i, item in zip(here, came, strict=True):
+        found[i] = item
+    return from_owners(found, in_node, local)
+
+
+def served_here(in_node: Sequence[int], local: str) -> list[int]:
+    """Return the numbers of the tensors whose owner has this rank's index in its node; simulated ranks serve all.
+
+    Args: in_node: the owners' indices in their nodes.
+    """
+    if axes.is_simulated(local):
+        return [*range(len(in_node))]
+    rank = axes.own_rank(local)
+    return [i for i, index in enumerate(in_node) if index == rank]
 
 
 def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
@@ -233,7 +266,7 @@ def _small(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in leaves if not _is_large(x)]
 
 
-def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list[Tree]:
+def _simulated(items: Sequence[Tree], axis: str, collective: Collective, among: int = 1) -> list[Tree]:
     """Return all items of all simulated ranks, W rows each, and count what real ranks would send in the mean."""
     size = axes.axis_size(axis)
     leaves, structure = tree.flatten([*items])
@@ -245,7 +278,7 @@ def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list
     for places in kinds.values():  # one message on real ranks, so it is counted once
         # (1, ...) of each item -> (n,)
         message = torch.cat([leaves[i].reshape(-1) for i in places])
-        rows = primitives.gather_simulated(message, axis, collective, length)
+        rows = primitives.gather_simulated(message, axis, collective, length, among)
         length = 0
         # (W, n) -> (W, n_i) -> (W, ...)
         for i, part in zip(places, rows.split([leaves[i].numel() for i in places], dim=1), strict=True):

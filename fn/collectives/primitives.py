@@ -312,14 +312,15 @@ def pass_parts(
         raise
 
 
-def gather_simulated(x: Tensor, axis: str, collective: str, length: int) -> Tensor:
+def gather_simulated(x: Tensor, axis: str, collective: str, length: int, among: int = 1) -> Tensor:
     """Return the vectors of all simulated ranks, (W, n), the same on all.
 
     Args: x: (n,). collective: the name under which one message is counted. length: the bytes of all that the ranks own
-        together, of which a rank sends (W - 1) / W in the mean; 0 to count nothing.
+        together, of which a rank sends (W - 1) / W in the mean; 0 to count nothing. among: of how many groups of ranks
+        one sends them.
     """
     size, rank, transport = axes.resolve(axis)
-    _count_simulated(x, axis, collective, length)
+    _count_simulated(x, axis, collective, length, among)
     gathered: Tensor = torch.ops.fn.all_gather(x.contiguous(), rank, size, transport)
     return gathered
 
@@ -332,13 +333,13 @@ def exchange_simulated(x: Tensor, axis: str, length: int) -> Tensor:
     return received
 
 
-def _count_simulated(x: Tensor, axis: str, collective: str, length: int) -> None:
+def _count_simulated(x: Tensor, axis: str, collective: str, length: int, among: int = 1) -> None:
     size = axes.axis_size(axis)
     refuse_to_differentiate(x, collective, axis)
     if length and runs_as_written():
-        record(axis, collective, -(-length * (size - 1) // size))
+        record(axis, collective, -(-length * (size - 1) // (size * among)))
     elif length and (torch.compiler.is_compiling() or watchers().ledgers):
-        torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, length * (size - 1), size)
+        torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, length * (size - 1), size * among)
 
 
 def _check_tensors(x: Tree) -> None:

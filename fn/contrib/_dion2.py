@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,17 @@ from fn.transforms.average import agreed
 from fn.transforms.leafwise import apply
 from fn.transforms.mask_and_partition import Labels, hidden_and_other
 from fn.transforms.momentum import LocalMomentumState
-from fn.transforms.muon import FACTORS, Scale, Triple, batches, check_matrices, newton_schulz, orthogonal
+from fn.transforms.muon import (  # fmt: skip
+    FACTORS,
+    Scale,
+    Triple,
+    apart,
+    as_batch,
+    batches,
+    check_matrices,
+    newton_schulz,
+    orthogonal,
+)
 
 __all__ = ["dion2", "scale_by_dion2"]
 
@@ -84,7 +93,8 @@ def scale_by_dion2(
         decay: what remains of the momentum of a chosen row, in [0, 1).
         side: whether rows are chosen or columns; "smaller": those of which there are fewer.
         blocks: the number of parts of the rows. As many rows are chosen of each part, as if the parts were shards.
-        eps, scale, coefficients, dtype, flatten: as for `scale_by_muon`; s is that of the whole matrix.
+        eps, scale, coefficients, dtype, flatten: as for `scale_by_muon`; s is that of the whole matrix. Of a stack of
+            matrices rows are chosen in each.
     Returns: a transform with a warm-up and a compressed phase, whose momentum is each rank's own.
     Raises: TypeError or ValueError that names the argument; from `init` as `scale_by_muon`, and if ranks disagree.
 
@@ -97,7 +107,7 @@ def scale_by_dion2(
     check_whole("blocks", blocks, 1)
     if side not in ("smaller", "rows", "columns"):
         raise ValueError(expected("side", "'smaller', 'rows' or 'columns'", f"{side!r}"))
-    rule, exact = newton_schulz(eps, scale, coefficients, dtype), fn.average(axis)
+    rule, exact = newton_schulz(eps, scale, coefficients, dtype, flatten), fn.average(axis)
 
     def mean(xs: list[Tensor]) -> list[Tensor]:
         found: list[Tensor] = exact.warmup_update(xs, (), xs)[0]
@@ -105,7 +115,7 @@ def scale_by_dion2(
 
     def init(params: Tree) -> LocalMomentumState:
         tree.check_real(params, "params")
-        check_matrices(params, flatten)
+        check_matrices(params)
         if axis is not None:
             settings = {"fraction": float(fraction), "decay": float(decay), "side": side, "blocks": blocks}
             check_agreement(axis, settings, device_of(params))
@@ -116,8 +126,8 @@ def scale_by_dion2(
             check_state(state, LocalMomentumState)
             tree.check_updates(updates, state.mu)
             momenta, structure = tree.flatten(apply(rules.added, (updates, state.mu), like=1))
-            places = batches([(mu.shape, mu.dtype, mu.device) for mu in momenta])
-            m = [torch.stack([momenta[i] for i in some]).flatten(2) for some in places]  # (b, rows, columns)
+            places = batches(momenta, flatten)
+            m = [as_batch([momenta[i] for i in some], flatten) for some in places]  # (b, rows, columns)
             m = mean(m) if phase is fn.Phase.WARMUP else m
             flipped = [_columns_are_chosen(x, side) for x in m]
             m = [x.mT if flip else x for x, flip in zip(m, flipped, strict=True)]  # now rows are chosen
@@ -132,21 +142,21 @@ def scale_by_dion2(
             # (b, rows, columns) -> (b, k, columns)
             own = [x.gather(1, i) for x, i in zip(m, index, strict=True)]
             rows = own if phase is fn.Phase.WARMUP else mean(own)  # (b, k, columns)
-            # (b, k, columns) -> b matrices; without a scale, for theirs is that of the whole matrix, below
-            made = iter(orthogonal([x for of_a_shape in rows for x in of_a_shape.unbind()], rule._replace(scale=None)))
-            out, after = [*momenta], [*momenta]
-            for some, x, i, used, flip in zip(places, m, index, own, flipped, strict=True):
+            # Stacks (b, k, columns); without a scale, for theirs is that of the whole matrix, below.
+            made = orthogonal(rows, rule._replace(scale=None, flatten=False))
+            # Those without elements are in no batch, and no rank's own.
+            out = [torch.zeros(mu.shape, dtype=mu.dtype, device=mu.device) if not mu.numel() else mu for mu in momenta]
+            after = [*momenta]
+            for some, x, i, used, flip, u in zip(places, m, index, own, flipped, made, strict=True):
                 whole = x.mT if flip else x
-                # b matrices -> (b, k, columns)
-                u = torch.stack([next(made) for _ in some]) * FACTORS[scale](*whole.shape[1:])
+                u = u * FACTORS[scale](*whole.shape[1:])
                 # (b, k, columns) -> (b, rows, columns). In the compressed phase this rank's own rows fade, not their
                 # mean.
                 steps, rest = u.new_zeros(x.shape).scatter(1, i, u), x.scatter(1, i, decay * used)
-                for place, step, left in zip(some, steps.unbind(), rest.unbind(), strict=True):
-                    # (rows, columns) -> (columns, rows) where columns were chosen -> the shape of the leaf
-                    shape = momenta[place].shape
-                    out[place] = (step.mT if flip else step).reshape(shape)
-                    after[place] = (left.mT if flip else left).reshape(shape).contiguous()
+                # (b, rows, columns) -> (b, columns, rows) where columns were chosen -> the shapes of the leaves
+                parts = [apart(z.mT if flip else z, [momenta[p] for p in some]) for z in (steps, rest)]
+                for place, step, left in zip(some, *parts, strict=True):
+                    out[place], after[place] = step, left.contiguous()
             return tree.unflatten(structure, out), LocalMomentumState(tree.unflatten(structure, after))
 
         return update
@@ -210,7 +220,7 @@ def dion2(
     check_interval("other_rate", other_rate, "[0, inf)")
     other = fn.scale_by_adam(0.9, 0.95) if other is None else other
     check_is_transform("other", other)
-    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"}, lambda p: p.ndim == 2)
+    named = hidden_and_other(labels, {"hidden": "muon", "other": "other"})
     rows = scale_by_dion2(axis, fraction, decay, side=side, blocks=blocks, scale=scale, dtype=dtype)
     shrink, rate = fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr)
     exact = fn.unfrozen(fn.average(axis))
@@ -235,5 +245,9 @@ def plan_rows(planner: Any, options: Any) -> list[Any]:
         traffic = planner.traffic
         return [m for n in (sizes, chosen) if n for m in traffic.exact(traffic.Model(((n,),), width), ranks)]
 
-    send = partial(planner.traffic.apart, hidden=quarter, other=planner.traffic.exact)
+    def send(model: Any, ranks: Any) -> list[Any]:
+        kinds = {"hidden": quarter, "other": planner.traffic.exact}
+        messages: list[Any] = planner.traffic.apart(planner.traffic.in_slices(model), ranks, **kinds)
+        return messages
+
     return [planner.Row("dion2, rows 1/4", send, 48)]

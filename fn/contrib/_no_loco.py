@@ -26,7 +26,7 @@ from fn.transforms.average import agreed
 from fn.transforms.decay_and_lr import check_rate
 from fn.transforms.skip_nonfinite import SkipState, all_finite
 
-__all__ = ["no_loco", "own_anchors", "pair_average"]
+__all__ = ["no_loco", "own_anchors", "pair_average", "random_pairs"]
 
 Tree = Any
 Pairs = Callable[[int, int], Sequence[int]]
@@ -44,8 +44,18 @@ def hashed(x: int) -> int:
     return x ^ (x >> 15)
 
 
-def random_pairs(turn: int, ranks: int, seed: int) -> list[int]:
-    """Return for each rank its partner in a turn; of an odd number one is its own."""
+def random_pairs(turn: int, ranks: int, seed: int = 0) -> list[int]:
+    """Return for each rank its partner in a turn; one of an odd number of ranks is its own.
+
+    Take it in a `pairs` of your own for `pair_average`, whose default it is:
+
+        >>> import fn
+        >>> fn.contrib.random_pairs(0, 5), fn.contrib.random_pairs(1, 5)
+        ([2, 4, 0, 3, 1], [0, 3, 4, 1, 2])
+
+    Args: turn: number of the average. ranks: how many there are. seed: of the pairs; all ranks need the same one.
+    Returns: a list of the ranks' partners, which is its own inverse.
+    """
     key = hashed(hashed(seed % MASK) + turn % MASK)
     order = sorted(range(ranks), key=lambda rank: (hashed(key + rank), rank))
     partners = [*range(ranks)]

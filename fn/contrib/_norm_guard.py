@@ -25,7 +25,7 @@ from fn.facts import merged
 from fn.kernels import lists, rules
 from fn.roles import declare
 
-__all__ = ["Guard", "guarded", "norm_guard"]
+__all__ = ["Guard", "guarded", "norm_guard", "norm_rule"]
 
 Tree = Any
 
@@ -57,7 +57,12 @@ class NormHistory(NamedTuple):
 
 
 def norm_rule(threshold: float, alpha: float, warmup: int, far: float | None, temperature: float | None) -> Guard:
-    """Return how `norm_guard` judges. Args: as there."""
+    """Return how `norm_guard` judges differences.
+
+    Take it for a `guarded` that judges alike in all but some points: `norm_rule(...)._replace(weights=...)`.
+
+    Args: as for `norm_guard`, which checks them.
+    """
 
     def init(device: torch.device) -> NormHistory:
         zero = torch.zeros((), dtype=torch.float32, device=device)

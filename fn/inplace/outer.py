@@ -35,7 +35,7 @@ def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
     return inner._replace(stage=stage)
 
 
-def plain_warmup(rule: PlainWarmup, chain: MatchedChain) -> InPlace | str:
+def plain_warmup(rule: Any, chain: MatchedChain) -> InPlace | str:
     """Return how a warm-up step without an anchor is staged: as the inner optimizer's."""
     return _inner(rule, chain)
 
@@ -59,7 +59,7 @@ def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
     return inner._replace(stage=stage)
 
 
-def _inner(rule: OuterWarmup | PlainWarmup | OuterLocal, chain: MatchedChain) -> InPlace | str:
+def _inner(rule: Any, chain: MatchedChain) -> InPlace | str:
     """Return how the step of the inner optimizer is staged, in the state of the whole."""
     if chain.descent != Descent(0.0, ()):
         return "a weight decay or a rate stands behind the local steps, which have their own"

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fn import roles, tree
-from fn.base import Guarded, UpdateFn, unchanged
+from fn.base import Guarded, UpdateFn, rules_in, unchanged
 from fn.compiling import original
 from fn.inplace.memory import memory_of
 from fn.kernels.flags import are_assumed
@@ -50,24 +50,11 @@ def in_own_memory(update: UpdateFn, late: list[Callable[[], None]] | None = None
     """
     update = original(update)
     # where ranks leave out a step together, one would see alone that its momentum is not finite, and step again alone
-    together = _any_together(update)
+    together = any(getattr(rule, "together", ()) for rule in rules_in(update))
     memory = _Memory(WeakIdKeyDictionary(), None if together else late)
     if isinstance(update, Guarded):  # that of the whole, which decides about all that is late
         return update.mapped(partial(_within, memory))
     return _within(memory, update)
-
-
-def _any_together(update: UpdateFn) -> bool:
-    """Return whether a rule of an update, or of one inside, says `together`."""
-    update, answers = original(update), [bool(getattr(original(update), "together", ()))]
-
-    def note(inner: UpdateFn) -> UpdateFn:
-        answers.append(_any_together(inner))
-        return inner
-
-    if hasattr(update, "mapped"):
-        update.mapped(note)
-    return any(answers)
 
 
 def _within(memory: _Memory, update: UpdateFn) -> UpdateFn:

@@ -157,10 +157,11 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
     bytes_, nibbles = _coding(int8(), off(), device, repeat), _coding(int4(), damped(), device, repeat)
     named = ("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam", "sharded_onebit_adam")
     seconds = {
-        **dict.fromkeys(named, signs),
+        **dict.fromkeys((*named, "onebit_adam, late"), signs),
         **dict.fromkeys(("onebit_adam, int8", "adamw, int8 gradients"), bytes_),
         "adamw, fp8 gradients": floats,
         **dict.fromkeys(("loco_adamw, int4", "loco_adamw, int4, int8 back", "adamw, int4 gradients"), nibbles),
+        "adamw, int4 gradients, late": nibbles,
     }
 
     def among(ranks: int, elements: float) -> dict[str, float]:

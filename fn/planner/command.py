@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from fn.errors import expected
 from fn.planner import calibrate, page, probe, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
-from fn.planner.predict import Plan, Prediction, fastest_by_ranks, numbers_of_ranks, one_topology_each, plan, sentence
+from fn.planner.predict import (
+    Plan,
+    Prediction,
+    efficiency_of_buckets,
+    fastest_by_ranks,
+    numbers_of_ranks,
+    one_topology_each,
+    plan,
+    sentence,
+)  # fmt: skip
+from fn.planner.recommend import PICKS, Recommendation, candidate, measured, recommend, show_parts
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
 MEMORY = 1.6e13
@@ -26,58 +37,65 @@ MEMORY = 1.6e13
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 30e-6
 """Seconds a message takes inside a node and between nodes, where no flag says it."""
 
+TCP_WHOLE, TCP_BUCKETS = 0.85, 0.65
+"""The parts of a link between nodes that NCCL's messages over TCP sockets reach, whole ones and those in buckets.
+
+With them every point of a public grid, four GPUs on links of 50 Mbit/s to 5 Gbit/s, is within 25 %: see its test.
+"""
+
 TENSORS = 150
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
-EXAMPLE = """example:
-  python -m fn plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms
+LINE = "python -m fn plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
+
+EXAMPLE = f"""example:
+  {LINE}
 
 On a running cluster, which then measures its own links, and a few steps of a script:
   torchrun ... -m fn plan --calibrate --params 1.3e9 --compute 350ms
   torchrun ... -m fn plan --probe train.py --its --arguments"""
 
 
+FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
+    ("--params", units.count, "N", None, "number of parameters, such as 1.3e9"),
+    ("--compute", units.seconds, "TIME", None, "time of a step without communication, such as 350ms"),
+    ("--world", units.count, "RANKS", None, "number of ranks"),
+    ("--per-node", units.count, "RANKS", None, "ranks in a node; all of them if --inter is not given"),
+    ("--intra", units.bits_per_second, "RATE", None, "each rank's bandwidth inside a node, such as 900gbit"),
+    ("--inter", units.bits_per_second, "RATE", None, "each node's bandwidth to the other nodes, such as 10gbit"),
+    ("--intra-latency", units.seconds, "TIME", None, "latency of a message inside a node (default: 5us)"),
+    ("--inter-latency", units.seconds, "TIME", None, "latency of a message between nodes (default: 30us)"),
+    ("--bucket-efficiency", units.part, "PART", None, "part of the bandwidth between nodes that messages in buckets "
+     f"reach, as DDP's (default: {TCP_BUCKETS}, NCCL's over TCP, or measured by --probe)"),
+    ("--whole-efficiency", units.part, "PART", None, f"the same of whole messages (default: {TCP_WHOLE}, or measured)"),
+    ("--memory", units.bits_per_second, "RATE", None, "the device's memory bandwidth (default: 2tbyte, or measured)"),
+    ("--tensors", units.count, "N", None, "number of parameter tensors (default: 150)"),
+    ("--bucket", units.count, "BYTES", traffic.BUCKET, "bytes that overlapped methods send together (default: 25 MiB)"),
+    ("--interval", units.count, "STEPS", INTERVAL, f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})"),
+    ("--local-steps", units.count, "STEPS", LOCAL_STEPS, f"steps of a round of DiLoCo (default: {LOCAL_STEPS})"),
+    ("--rank", units.rank, "R", None, "rank of factors, or its part of the smaller side (default: 4, and 1/4 of dion)"),
+    ("--density", units.part, "PART", None, "part of the numbers that sparse methods send (default: each one's own)"),
+    ("--steps", units.count, "N", probe.STEPS, f"optimizer's steps after which --probe stops (default: {probe.STEPS})"),
+)  # fmt: skip
+"""Flag, parser, what its value is called, default, and help."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "What each method costs on a given network, and whether it pays."
+    parser.description = "What to take on a given network, what each method costs there, and whether it pays."
     parser.epilog = EXAMPLE
-
-    def add(flag: str, parse: Callable[[str], Any], metavar: str, text: str, **rest: Any) -> None:
-        parser.add_argument(flag, type=_as(parse), metavar=metavar, help=text, **rest)
-
-    add("--params", units.count, "N", "number of parameters, such as 1.3e9")
-    add("--compute", units.seconds, "TIME", "time of a step without communication, such as 350ms")
-    add("--world", units.count, "RANKS", "number of ranks")
-    add("--per-node", units.count, "RANKS", "ranks in a node; all of them if --inter is not given")
-    add("--intra", units.bits_per_second, "RATE", "each rank's bandwidth inside a node, such as 900gbit")
-    add("--inter", units.bits_per_second, "RATE", "each node's bandwidth to the other nodes, such as 10gbit")
-    add("--intra-latency", units.seconds, "TIME", "latency of a message inside a node (default: 5us)")
-    add("--inter-latency", units.seconds, "TIME", "latency of a message between nodes (default: 30us)")
-    add("--memory", units.bits_per_second, "RATE", "bandwidth of the device's memory (default: 2tbyte, or measured)")
-    add("--tensors", units.count, "N", "number of parameter tensors (default: 150)")
-    add("--bucket", units.count, "BYTES", "bytes that overlapped methods send together (default: 25 MiB)",
-        default=traffic.BUCKET)  # fmt: skip
-    add("--interval", units.count, "STEPS", f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})",
-        default=INTERVAL)  # fmt: skip
-    add("--local-steps", units.count, "STEPS", f"steps of a round of DiLoCo and its family (default: {LOCAL_STEPS})",
-        default=LOCAL_STEPS)  # fmt: skip
-    add("--rank", units.rank, "R", "rank of factors, such as 4, or 1/4 of the smaller side (default: 4 for "
-        "powersgd_adamw, 1/4 for dion)")  # fmt: skip
-    add("--density", units.part, "PART", "part of the numbers that methods send which send few of them, such as 1/100 "
-        "(default: each method's own, 1/32 for sparse_loco)")  # fmt: skip
-    add("--steps", units.count, "N", f"optimizer's steps after which --probe stops (default: {probe.STEPS})",
-        default=probe.STEPS)  # fmt: skip
+    for flag, parse, metavar, default, text in FLAGS:
+        parser.add_argument(flag, type=_as(parse), metavar=metavar, default=default, help=text)
     parser.add_argument("--dtype", choices=sorted(WIDTHS), help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
-    parser.add_argument("--contrib", action="store_true", help="compare the methods of fn.contrib, too")
-    parser.add_argument("--all", action="store_true", help="show methods on every topology, not on the fastest only")
+    parser.add_argument("--all", action="store_true", help="show every core method, on every topology")
+    parser.add_argument("--contrib", action="store_true", help="show every method, those of fn.contrib, too")
     parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
-    parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
-    parser.add_argument("--html", metavar="FILE",
-        help="write a page with sliders, which plans in a browser")  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write all numbers, and what to take")
+    parser.add_argument("--html", metavar="FILE", help="write a page with sliders, which plans in a browser")
     parser.add_argument("--probe", metavar="SCRIPT", nargs=argparse.REMAINDER,
         help="run a script that trains, with the arguments behind it, for a few steps, and measure these and the "
         "links; the last flag, under torchrun")  # fmt: skip
@@ -104,7 +122,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
         if arguments.probe is not None:
             _probe(arguments)
             return
-        model, compute = _model(arguments), _compute(arguments)
+        model, compute = _model(arguments), _required(arguments, "compute", "the time of a step")
         if arguments.calibrate:
             with calibrate.join_job() as job:
                 links = _measured(arguments, job)
@@ -120,18 +138,14 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
 
 def _model(arguments: argparse.Namespace) -> traffic.Model:
     """Return the model of the flags."""
-    if arguments.params is None:
-        raise ValueError("--params: missing; give the number of parameters, or --probe under torchrun")
-    return traffic.model(
-        arguments.params, min(arguments.tensors or TENSORS, arguments.params), WIDTHS[arguments.dtype or "fp32"]
-    )
+    params = _required(arguments, "params", "the number of parameters")
+    return traffic.model(params, min(arguments.tensors or TENSORS, params), WIDTHS[arguments.dtype or "fp32"])
 
 
-def _compute(arguments: argparse.Namespace) -> float:
-    if arguments.compute is None:
-        raise ValueError("--compute: missing; give the time of a step, or --probe under torchrun")
-    seconds: float = arguments.compute
-    return seconds
+def _required(arguments: argparse.Namespace, name: str, what: str) -> Any:
+    if getattr(arguments, name) is None:
+        raise ValueError(f"--{name}: missing; give {what}, or --probe under torchrun")
+    return getattr(arguments, name)
 
 
 def _probe(arguments: argparse.Namespace) -> None:
@@ -141,9 +155,7 @@ def _probe(arguments: argparse.Namespace) -> None:
     """
     if not arguments.probe:
         raise ValueError("--probe: give a script that trains, then its arguments")
-    for name in ("params", "tensors", "dtype"):
-        if getattr(arguments, name) is not None:
-            raise ValueError(f"--{name}: --probe takes it from the script; leave it out")
+    _refuse(arguments, ("params", "tensors", "dtype"), "--probe takes it from the script; leave it out")
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if alone and arguments.world is None:
         cure = "start several by torchrun --nproc-per-node 2 -m fn plan ..., or give --world and --intra or --inter"
@@ -159,8 +171,16 @@ def _probe(arguments: argparse.Namespace) -> None:
 
     probed, (job, links) = probe.probe(script, arguments.probe[1:], arguments.steps, measure)
     if job.rank == 0:
+        compute = arguments.compute or probed.compute
         print(probe.show(probed, script, arguments.compute))
-        _show_measured(arguments, probed.model, arguments.compute or probed.compute, job, links, given)
+        if probed.alone and links and arguments.bucket_efficiency is None:
+            axis = next(iter(links))  # the slowest
+            part = efficiency_of_buckets(
+                probed.model, _network(arguments, job, links, own=True), compute, probed.step, arguments.bucket
+            )
+            links = {**links, axis: links[axis]._replace(buckets=part)}
+            print(f"  messages in buckets: {100 * part:.0f} % of the bandwidth of whole ones, as that step says")
+        _show_measured(arguments, probed.model, compute, job, links, given)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -183,62 +203,81 @@ def _given(arguments: argparse.Namespace) -> Network:
     if arguments.inter is None:
         if arguments.intra is None:
             raise ValueError("--intra: missing; give the bandwidth between ranks, or --calibrate under torchrun")
-        if arguments.inter_latency is not None:
-            raise ValueError("--inter-latency: is of no use without --inter; give --inter, or --intra-latency")
+        _refuse(arguments, BETWEEN, "is of no use without --inter; give --inter, or leave it out")
         return network(arguments.world, arguments.per_node or arguments.world, _intra(arguments))
-    inter = _inter(arguments)
     if arguments.intra is None:
         if arguments.per_node not in (None, 1):
             raise ValueError(f"--intra: missing, but a node has {arguments.per_node} ranks")
-        if arguments.intra_latency is not None:
-            raise ValueError("--intra-latency: is of no use without --intra; give --intra, or --inter-latency")
-        return network(arguments.world, 1, inter, inter)
+        _refuse(arguments, ("intra_latency",), "is of no use without --intra; give --intra, or --inter-latency")
+        return network(arguments.world, 1, _inter(arguments), _inter(arguments))
     if arguments.per_node is None:
         raise ValueError("--per-node: missing; --inter is a node's bandwidth, which the ranks of a node share")
-    return network(arguments.world, arguments.per_node, _intra(arguments), inter)
+    return network(arguments.world, arguments.per_node, _intra(arguments), _inter(arguments))
 
 
-def _intra(arguments: argparse.Namespace) -> Cost:
-    return Cost(arguments.intra_latency or INTRA_LATENCY, arguments.intra)
+BETWEEN = ("inter_latency", "bucket_efficiency", "whole_efficiency")
+"""Flags of the links between nodes."""
 
 
-def _inter(arguments: argparse.Namespace) -> Cost:
-    return Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter)
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: {why}")
+
+
+def _intra(arguments: argparse.Namespace) -> Link:
+    return Link(Cost(arguments.intra_latency or INTRA_LATENCY, arguments.intra))
+
+
+def _inter(arguments: argparse.Namespace) -> Link:
+    whole, buckets = arguments.whole_efficiency or TCP_WHOLE, arguments.bucket_efficiency or TCP_BUCKETS
+    return Link(Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter), whole=whole, buckets=buckets)
 
 
 def _measured(arguments: argparse.Namespace, job: calibrate.Job) -> dict[str, Link]:
-    """Return the links of a job, on every rank."""
-    measured = {"intra": job.per_node > 1, "inter": job.world > job.per_node}
-    for name in ("intra", "intra_latency", "inter", "inter_latency"):
-        if measured[name[:5]] and getattr(arguments, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')}: is measured by --calibrate; leave it out")
+    """Return the links of a job, on every rank. Whole messages measure them, which reach all of what is measured."""
+    why = "is measured by --calibrate; leave it out"
+    if job.per_node > 1:
+        _refuse(arguments, ("intra", "intra_latency"), why)
+    if job.world > job.per_node:
+        _refuse(arguments, ("inter", "inter_latency", "whole_efficiency"), why)
+    elif arguments.inter is None:
+        _refuse(arguments, BETWEEN, "is of no use without --inter; leave it out")
     links = calibrate.measure(job)
     if not links:
         raise ValueError("--calibrate: a job of one rank has no links to measure")
+    if "node" in links:
+        links["node"] = links["node"]._replace(buckets=arguments.bucket_efficiency or TCP_BUCKETS / TCP_WHOLE)
     return links
 
 
-def _network(arguments: argparse.Namespace, job: calibrate.Job, links: Mapping[str, Link]) -> Network:
-    """Return a network of the links that are measured, and of the flags' where this job has none."""
+def _network(
+    arguments: argparse.Namespace, job: calibrate.Job, links: Mapping[str, Link], own: bool = False
+) -> Network:
+    """Return a network of the links that are measured, and of the flags' where this job has none; own: the job's."""
     between = links.get("node") or (arguments.inter and _inter(arguments))
     inside = links.get("local") or links.get("data") or (_intra(arguments) if arguments.intra else links["node"])
-    return network(arguments.world or job.world, arguments.per_node or job.per_node, inside, between)
+    world, per_node = (None, None) if own else (arguments.world, arguments.per_node)
+    return network(world or job.world, per_node or job.per_node, inside, between)
 
 
 def _show(
     arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, memory: float,
     coding: Callable[[Network], Mapping[str, float]],
 ) -> None:  # fmt: skip
-    more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density", "contrib")}
+    options = {key: getattr(arguments, key) for key in ("interval", "local_steps", "rank", "density", "contrib")}
 
     def plan_on(net: Network) -> Plan:
-        compared = methods(model, net, **more)
+        compared = methods(model, net, bucket=arguments.bucket, **options)
         return plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
 
     made = plan_on(net)
-    shown = made if arguments.all else one_topology_each(made)
+    shown, said = made if arguments.all else one_topology_each(made), recommend(made)
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
-    print(title, "", as_table(shown, net), "", made.verdict, sep="\n")
+    print(*said.lines, "", title, "", table_of_picks(made, said), "", sep="\n")
+    if arguments.all or arguments.contrib:
+        print(as_table(shown, net), "", sep="\n")
+    print(made.verdict)
     if made.pays:
         print(about_warm_up(made))
     if net.world > 1:
@@ -249,8 +288,7 @@ def _show(
         Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
-        given = arguments.interval, max(2, arguments.local_steps), arguments.rank, arguments.density
-        table = rows(*given, contrib=arguments.contrib)
+        table = rows(**{**options, "local_steps": max(2, arguments.local_steps)})
         tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
             table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,
@@ -259,7 +297,7 @@ def _show(
         Path(arguments.html).write_text(html, encoding="utf-8")
 
 
-TIMES = ("communication", "not hidden", "coding", "step", "x adamw")
+TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
 HEAD = ("method", "topology", "rank sends", "inside a node", "node sends", "messages", *TIMES)
 
 
@@ -267,38 +305,56 @@ def describe_network(net: Network) -> str:
     """Return a line about a network."""
     if net.world == 1:
         return "1 rank, which has nobody to talk to"
-    ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if net.nodes > 1 else f"{net.world} ranks"
-    links = {"inside a node" if net.nodes > 1 else "between ranks": net.intra} if net.per_node > 1 else {}
-    if net.nodes > 1:
-        links["between nodes"] = net.inter
-    costs = {where: link.cost for where, link in links.items()}
-    texts = [f"{show_rate(cost.bandwidth)}, {show_seconds(cost.latency)} {where}" for where, cost in costs.items()]
-    return f"{ranks}; {'; '.join(texts)}"
+    several = net.nodes > 1
+    ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if several else f"{net.world} ranks"
+    inside = [(net.intra, "inside a node" if several else "between ranks")] if net.per_node > 1 else []
+    links = [*inside, *([(net.inter, "between nodes")] if several else [])]
+    costs = [f"{show_rate(link.cost.bandwidth)}, {show_seconds(link.cost.latency)} {where}" for link, where in links]
+    return "; ".join([ranks, *costs])
+
+
+def table_of_picks(plan: Plan, said: Recommendation) -> str:
+    """Return one line a pick, in the order of all pages, below AdamW."""
+    rows = [("take", "when", "step", "steps to the same loss", "time to the same loss")]
+    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.of("adamw").step), "100 %", "100 %"))
+    for pick, c in zip(PICKS, said.picks, strict=True):
+        rows.append((c.label, pick.when, show_seconds(c.prediction.step), show_parts(c.steps), show_parts(c.time)))
+    lines = [*_columns(rows), ABOUT.format(**measured(), count=len(measured()["seeds"]))]
+    two_level = any(c.prediction.method.topology != "flat" for c in said.picks)
+    return "\n".join([*lines, TWO_LEVEL] if two_level else lines)
+
+
+ABOUT = """
+Steps to the same loss are of a small model, {model} with {params:,} parameters and {steps} steps of AdamW,
+with the 95 % interval of {count} seeds (commit {commit}). Times count the warm-up of those runs.
+"python -m fn" shows the code of each pick, --all every method, --contrib those of fn.contrib, too."""
+
+TWO_LEVEL = 'Two-level: exact means inside a node, codes between nodes: axis=("local", "node"), see docs/choosing.md.'
 
 
 def as_table(plan: Plan, net: Network) -> str:
     """Return one line a prediction, the fastest first. Bytes and messages are of a step, in the mean."""
-    base = plan.of("adamw").step
-    rows = [HEAD, *(_row(prediction, base, net) for prediction in plan.predictions)]
     left_out = (3, 4) if net.nodes == 1 else (2,) if net.per_node > 1 else (2, 3)
-    rows = [tuple(cell for place, cell in enumerate(row) if place not in left_out) for row in rows]
+    rows = [HEAD, *(_row(prediction, plan, net) for prediction in plan.predictions)]
+    kept = [tuple(cell for place, cell in enumerate(row) if place not in left_out) for row in rows]
+    return "\n".join([*_columns(kept), *([_NODES] if net.nodes > 1 else [])])
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return lines of columns, the first two to the left, and a rule below the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:], *([_COLUMNS] if net.nodes > 1 else [])])
+    rows = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
+    pairs = (enumerate(zip(row, widths, strict=True)) for row in rows)
+    return ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in row).rstrip() for row in pairs]
 
 
-_COLUMNS = """
+_NODES = """
 Bytes and messages are of one step; of methods that exchange in few steps they are the mean. "inside a node" is what a
 rank sends to others of its node, "node sends" what all ranks of a node send to other nodes."""
 
 
-def _row(prediction: Prediction, base: float, net: Network) -> tuple[str, ...]:
-    method = prediction.method
+def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
+    method, compared = prediction.method, candidate(prediction.method.name, prediction, plan)
     out = sum(leaving(message, net) / steps for message, steps in method.sent)
     times = (prediction.communication, prediction.exposed, prediction.coding, prediction.step)
     return (
@@ -309,7 +365,8 @@ def _row(prediction: Prediction, base: float, net: Network) -> tuple[str, ...]:
         show_bytes(out),
         f"{sum(1 / steps for _, steps in method.sent):.3g}",
         *map(show_seconds, times),
-        f"{base / prediction.step:.2f}",
+        f"{plan.of('adamw').step / prediction.step:.2f}",
+        "" if compared is None else show_parts(compared.time[:1]),
     )
 
 
@@ -348,7 +405,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
         }
         for p in plan.predictions
     ]
-    return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows}
+    said = recommend(plan)
+    picks = [
+        {"name": c.name, "topology": c.prediction.method.topology, "step": c.prediction.step, "steps": c.steps,
+         "time": c.time}
+        for c in said.picks
+    ]  # fmt: skip
+    recommendation = {
+        "take": said.take and said.take.name, "topology": said.take and said.take.prediction.method.topology,
+        "lines": said.lines, "picks": picks, "commit": measured()["commit"],
+    }  # fmt: skip
+    return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows, "recommendation": recommendation}
 
 
 def check_paths(json_: str | None, png: str | None, html: str | None = None) -> None:
@@ -357,15 +424,13 @@ def check_paths(json_: str | None, png: str | None, html: str | None = None) -> 
     Raises: OSError or ValueError that names the flag; ImportError if a picture is wanted and matplotlib not installed.
     """
     for flag, name in (("--json", json_), ("--png", png), ("--html", html)):
-        if name is None:
-            continue
-        path = Path(name)
-        if path.is_dir():
-            raise IsADirectoryError(f"{flag}: {str(name)!r}: Is a directory")
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"{flag}: {str(name)!r}: No such file or directory")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise PermissionError(f"{flag}: {str(name)!r}: Permission denied")
+        if name is not None:
+            path = Path(name)
+            writable = os.access(path if path.exists() else path.parent, os.W_OK)
+            problems = {errno.EISDIR: path.is_dir(), errno.ENOENT: not path.parent.is_dir(), errno.EACCES: not writable}
+            if any(problems.values()):
+                problem = next(number for number, there in problems.items() if there)
+                raise OSError(f"{flag}: {name!r}: {os.strerror(problem)}")
     if png is not None:
         _matplotlib()
         from matplotlib.backend_bases import FigureCanvasBase

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
@@ -36,6 +36,10 @@ LOCAL_STEPS = 100
 EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
 momentum and anchor are read and written, params written."""
+
+LATE = 28.0
+"""Bytes per parameter of the step along a direction that has arrived late: that is read, the last update is read and
+written, and so are the new one and params."""
 
 TILE = 64
 """The side of the tiles of `fn.sparse_loco`."""
@@ -80,8 +84,8 @@ class Method(NamedTuple):
 
     @property
     def in_every_step(self) -> bool:
-        """Return whether the ranks synchronise in every step; where they do not, what is learned changes."""
-        return not self.local and self.interval == 1
+        """Return whether the ranks synchronise in every step, in time; if not, what is learned changes."""
+        return not self.local and self.interval == 1 and not self.delay
 
     @property
     def messages(self) -> list[Message]:
@@ -146,7 +150,7 @@ class Row(NamedTuple):
         or a function of the ranks among which codes travel.
     cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
         fragments, each a part of its own.
-    delay: the part of an interval that goes on while a part travels; at most all of it but a step.
+    delay: the part of an interval that goes on while a part travels; of local steps at most all of it but a step.
     two_level: fn runs it over two axes. fits: whether it can take a model.
     exact: (model, ranks) -> messages of one step of so many, the period, in place of those of `send`.
     """
@@ -173,7 +177,7 @@ class Row(NamedTuple):
 
     def delay_of(self, interval: int) -> int:
         """Return the steps that go on while a part travels."""
-        return min(int(self.delay * interval), interval - 1)
+        return min(int(self.delay * interval), interval - self.local)
 
 
 class Options(NamedTuple):
@@ -189,31 +193,19 @@ class Options(NamedTuple):
     density: float | None = None
 
 
-def rows(
-    interval: int = INTERVAL,
-    local_steps: int = LOCAL_STEPS,
-    rank: int | float | None = None,
-    density: float | None = None,
-    *,
-    contrib: bool = False,
-) -> list[Row]:
+def rows(*, contrib: bool = False, **options: Any) -> list[Row]:
     """Return the table of all methods.
 
-    Args: interval, local_steps, rank, density: as for `Options`. contrib: whether the methods of `fn.contrib` are in
-        it, whose files have their rows.
+    Args: contrib: whether the methods of `fn.contrib` are in it, whose files make their rows of this module and the
+        options, in a function `plan_rows`. options: those of `Options`.
     """
-    options = Options(interval, local_steps, rank, density)
-    return _core_rows(options) + (_rows_of_contrib(options) if contrib else [])
+    made = Options(**options)
+    files = import_module("fn.contrib").modules() if contrib else []
+    here = sys.modules[__name__]
+    return _core_rows(*made) + [r for file in files if hasattr(file, "plan_rows") for r in file.plan_rows(here, made)]
 
 
-def _rows_of_contrib(options: Options) -> list[Row]:
-    """Return what the files of `fn.contrib` make of this module and the options in their function `plan_rows`."""
-    files, here = import_module("fn.contrib").modules(), sys.modules[__name__]
-    return [row for file in files if hasattr(file, "plan_rows") for row in file.plan_rows(here, options)]
-
-
-def _core_rows(options: Options) -> list[Row]:
-    interval, local_steps, rank, density = options
+def _core_rows(interval: int, local_steps: int, rank: int | float | None, density: float | None) -> list[Row]:
     codes, low_rank = traffic.codes, traffic.low_rank
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     in_bytes = partial(codes, codec=INT8)
@@ -224,7 +216,7 @@ def _core_rows(options: Options) -> list[Row]:
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
     votes = partial(codes, codec=BALLOTS)
-    return [
+    made = [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
         Row("adamw, int8 gradients", in_bytes, coded=36, cut="bucket"),
@@ -244,9 +236,9 @@ def _core_rows(options: Options) -> list[Row]:
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
-        Row("muon", traffic.owned, 16, compressed=False, two_level=False),
-        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
-        Row("sign_muon", votes, 16, coded=24),
+        Row("muon", traffic.owned, 16, compressed=False, alike=("normuon",)),
+        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36),
+        Row("sign_muon", lambda model, ranks: votes(traffic.in_slices(model), ranks), 16, coded=24),
         Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),
@@ -257,6 +249,10 @@ def _core_rows(options: Options) -> list[Row]:
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
     ]
+    # The message of a step travels behind the whole next one, as `fn.late` lets it.
+    late = ("adamw", "adamw, int4 gradients", "onebit_adam", "muon", "muon, int8", "sign_muon")
+    whole = [row._replace(cut="whole", alike=()) for row in made if row.name in late]
+    return made + [row._replace(name=f"{row.name}, late", passes=row.passes + LATE, delay=1.0) for row in whole]
 
 
 def _is_wide(model: Model) -> bool:
@@ -275,22 +271,12 @@ def show_part(rank: int | float) -> str:
     return f"1/{round(1 / rank)}" if round(1 / rank) * rank == 1 else f"{rank:g}"
 
 
-def methods(
-    model: Model,
-    net: Network,
-    *,
-    bucket: int = traffic.BUCKET,
-    interval: int = INTERVAL,
-    local_steps: int = LOCAL_STEPS,
-    rank: int | float | None = None,
-    density: float | None = None,
-    contrib: bool = False,
-) -> list[Method]:
+def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, **options: Any) -> list[Method]:
     """Return all methods on all topologies that the network has.
 
-    Args: bucket: bytes of gradients in a part of an overlapped method. The rest as for `rows`.
+    Args: bucket: bytes of gradients in a part of an overlapped method. options: as for `rows`.
     """
-    table = [row for row in rows(interval, local_steps, rank, density, contrib=contrib) if row.fits(model)]
+    table = [row for row in rows(**options) if row.fits(model)]
     on_all = [method(row, model, net.world, bucket) for row in table]
     if net.nodes == 1 or net.per_node == 1:
         return on_all

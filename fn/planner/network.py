@@ -27,14 +27,20 @@ class Cost(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The costs of a link: `cost` in general, `measured` for the collectives that were measured on it."""
+    """The costs of a link: `cost` in general, `measured` for the collectives that were measured on it.
+
+    whole, buckets: the parts of the bandwidth that whole messages reach, and those that leave in buckets.
+    """
 
     cost: Cost
     measured: Mapping[str, Cost] = MappingProxyType({})
+    whole: float = 1.0
+    buckets: float = 1.0
 
-    def of(self, collective: str) -> Cost:
+    def of(self, collective: str, in_buckets: bool = False) -> Cost:
         """Return the cost of a collective's messages."""
-        return self.measured.get(collective, self.cost)
+        latency, bandwidth = self.measured.get(collective, self.cost)
+        return Cost(latency, bandwidth * (self.buckets if in_buckets else self.whole))
 
 
 class Network(NamedTuple):
@@ -94,9 +100,9 @@ class Way(NamedTuple):
     outer_bytes: float
 
 
-def duration(message: Message, net: Network) -> float:
+def duration(message: Message, net: Network, in_buckets: bool = False) -> float:
     """Return the seconds that a collective takes when nothing else uses the links: the quickest way's."""
-    inner, outer = net.intra.of(message.collective), net.inter.of(message.collective)
+    inner, outer = (link.of(message.collective, in_buckets) for link in (net.intra, net.inter))
     return min(
         (
             way.inner_hops * inner.latency

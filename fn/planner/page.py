@@ -18,6 +18,7 @@ from fn.planner import traffic
 from fn.planner.methods import Parts, Row, label, method
 from fn.planner.network import AXES, Cost, Link, Message, Network, Way, network, ways
 from fn.planner.predict import FORWARD, WORTH
+from fn.planner.recommend import PICKS, measured
 from fn.planner.traffic import Model, Ranks
 
 PARAMS = (*(digits * 10**power for power in range(6, 12) for digits in (1, 2, 5)), 10**12)
@@ -65,7 +66,12 @@ def write(
         "inter": net.inter.cost.bandwidth, "interLatency": max(LEAST, net.inter.cost.latency),
         "compute": compute, "round": local_steps,
     }  # fmt: skip
-    filled["links"] = {"intra": _times_the_link(net.intra), "inter": _times_the_link(net.inter)}
+    links = {"intra": net.intra, "inter": net.inter}
+    filled["links"] = {name: _times_the_link(link) for name, link in links.items()}
+    filled["buckets"] = {name: link.buckets / link.whole for name, link in links.items()}
+    compared = measured()["methods"]
+    filled["base"] = "adamw"
+    filled["picks"] = [{"name": pick.name, "row": pick.row, **compared[pick.name]} for pick in PICKS]
     template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(filled, separators=(",", ":")).replace("</", "<\\/")  # "</script>" in a name would end the script
     return template.replace('"COEFFICIENTS"', text)

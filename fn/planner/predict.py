@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fn.errors import expected
-from fn.planner.methods import Method, Parts
+from fn.planner.methods import Method, Parts, method, rows
 from fn.planner.network import Network, duration
+from fn.planner.traffic import Model
 from fn.planner.units import show_seconds
 
 FORWARD = 1 / 3
@@ -84,7 +85,7 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates; a method
         that sends nothing, as on one rank, encodes nothing.
     """
-    each_step, sent = (_times(parts, net) for parts in (method.each_step, method.parts))
+    each_step, sent = _times(method.each_step, net, True), _times(method.parts, net, method.overlapped)
     total, interval = sum(time for _, time in sent), method.interval
     waited = sum(max(0.0, time - method.delay * compute) for _, time in sent)
     waited = max(waited, total - interval * compute)  # a part that is late may wait for the link behind the one before
@@ -100,8 +101,8 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     )
 
 
-def _times(parts: Parts, net: Network) -> list[tuple[float, float]]:
-    times = {part: sum(duration(message, net) for message in part[1]) for part in set(parts)}  # most are equal
+def _times(parts: Parts, net: Network, in_buckets: bool) -> list[tuple[float, float]]:
+    times = {part: sum(duration(m, net, in_buckets) for m in part[1]) for part in set(parts)}  # most are equal
     return [(part[0], times[part]) for part in parts]
 
 
@@ -115,6 +116,19 @@ def _behind_backward(parts: Sequence[tuple[float, float]], compute: float) -> fl
         # A part leaves when its gradients are there and the link is free, whichever is later.
         free = max(free, compute * (FORWARD + (1 - FORWARD) * done)) + time
     return max(0.0, free - compute)
+
+
+def efficiency_of_buckets(model: Model, net: Network, compute: float, step: float, bucket: int) -> float:
+    """Return the part of the slowest link's bandwidth with which DDP's step is predicted as long as it was measured."""
+    (exact,) = (row for row in rows() if row.name == "adamw")
+    ddp, link = method(exact, model, net.world, bucket), net.inter if net.nodes > 1 else net.intra
+
+    def predicted(part: float) -> float:
+        slowest = link._replace(buckets=part)
+        on = net._replace(inter=slowest) if net.nodes > 1 else net._replace(intra=slowest)
+        return predict(ddp, on, compute, 0.0).step
+
+    return next((percent / 100 for percent in range(1, 100) if predicted(percent / 100) <= step), 1.0)
 
 
 def plan(
@@ -170,11 +184,15 @@ def _of_all(fastest: Prediction, steady: Prediction) -> str:
     """Say which of all methods is the fastest, where that is one that leaves out exchanges."""
     if fastest.method.in_every_step or not _pays(fastest, steady):
         return ""
+    how = f"Its ranks exchange in one of {fastest.method.interval} steps, which changes what is learned: see "
+    how = f"{how}docs/choosing.md" if fastest.method.local or fastest.method.interval > 1 else LATER
     return (
         f" Of all methods, {fastest.method.label} is the fastest, {show_seconds(fastest.step)} a step "
-        f"({steady.step / fastest.step:.2f}x as fast). Its ranks exchange in one of {fastest.method.interval} steps, "
-        f"which changes what is learned: see docs/choosing.md."
+        f"({steady.step / fastest.step:.2f}x as fast). {how}."
     )
+
+
+LATER = "Its directions arrive a step late, which changes what is learned: see docs/late.md"
 
 
 def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:

@@ -61,6 +61,11 @@ class Probed(NamedTuple):
     others: tuple[str, ...]
 
     @property
+    def step(self) -> float:
+        """Return the seconds of a step as it is."""
+        return statistics.median(self.whole)
+
+    @property
     def compute(self) -> float:
         """Return the seconds of a step without communication, as far as they could be measured."""
         return statistics.median(self.alone or self.whole)
@@ -227,7 +232,7 @@ def show(probed: Probed, script: str, given: float | None = None) -> str:
         f"parameters: {model.params:,} in {count:,} tensor{'s' * (count > 1)}, which had a gradient when "
         f"{' or '.join(probed.optimizers)} stepped",
         f"gradients: {kinds}, {model.width} bytes each" + (", as most are" if len(probed.dtypes) > 1 else ""),
-        f"step: {show_seconds(statistics.median(probed.whole))} as it is, the median of {len(probed.whole)}",
+        f"step: {show_seconds(probed.step)} as it is, the median of {len(probed.whole)}",
     ]
     if given is not None:
         how = f"{show_seconds(given)}, as --compute says"

@@ -80,6 +80,12 @@ def of_runs(runs: Iterable[tuple[Shape, int]], width: int) -> Model:
     return Model(tuple(shape for shape, _ in some), width, tuple(times for _, times in some))
 
 
+def in_slices(shapes: Model) -> Model:
+    """Return the model whose stacks of matrices, such as experts (e, m, n), are e tensors, as owners count them."""
+    runs = [(shape[1:], times * shape[0]) if len(shape) > 2 else (shape, times) for shape, times in shapes.runs]
+    return of_runs(runs, shapes.width)
+
+
 def of_shapes(shapes: Iterable[Shape], width: int) -> Model:
     """Return the model of parameters of these shapes."""
     return of_runs([(shape, len(list(same))) for shape, same in groupby(shapes)], width)
@@ -184,15 +190,26 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
     return to + _back(shapes, ranks, gather, align)
 
 
-def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
-    """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least."""
+def owned(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
+    """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least.
 
-    def message(collective: str, codec: Codec, width: int) -> list[Message]:
+    Tensors of three dimensions and more count as stacks of matrices with the label "hidden", of which it owns slices.
+
+    Over two axes a node's exact means travel to the owners, and what comes back goes on within the node as it came.
+    """
+    shapes = in_slices(shapes)
+    local, outer, across = _axes(ranks)
+    wide = max(4, shapes.width)
+
+    def message(axis: str, collective: str, codec: Codec, width: int) -> list[Message]:
         sizes = {n: _piece_bytes(codec, _padded({n: 1}, 1, codec.align), _DTYPES[width]) for n in shapes.lengths}
         size = sum(sizes[n] * times for n, times in shapes.lengths.items())
-        return [Message("data", collective, -(-size * (ranks - 1) // ranks))] if ranks > 1 and size else []
+        size, count = (size * (local - 1), local) if axis == "local" else (size * (outer - 1), outer * local)
+        return [Message(axis, collective, -(-size // count))] if size else []
 
-    return message("all_to_all", codec, shapes.width) + message("all_gather", gather, max(4, shapes.width))
+    there = message("local", "all_to_all", EXACTLY, shapes.width)
+    there += message(across, "all_to_all", codec, shapes.width if local == 1 else wide)
+    return there + message(across, "all_gather", gather, wide) + message("local", "all_gather", gather, wide)
 
 
 def apart(
@@ -396,17 +413,6 @@ def chunks(sides: Shape, tile: int) -> list[tuple[int, int]]:
     cuts = [((tile, n - n % tile), (n % tile, n % tile)) for n in sides]  # of each side the whole tiles, and the rest
     parts = [[math.prod(numbers) for numbers in zip(*part, strict=True)] for part in product(*cuts)]
     return [(n, size) for n, size in parts if size]
-
-
-def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
-    """Return the messages of DeepSpeed: tensor by tensor, bits and scales apart, four collectives each."""
-    messages = []
-    for n in shapes.lengths.elements():
-        bits = (ranks - 1) * -(-n // (ranks * 8))
-        scale = (ranks - 1) * 4
-        messages += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
-        messages += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
-    return messages if ranks > 1 else []
 
 
 def _all_reduce(size: int, ranks: int) -> int:

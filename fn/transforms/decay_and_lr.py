@@ -18,7 +18,7 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@says(name="add_decayed_weights", is_fresh=True)
+@says(name="add_decayed_weights", is_fresh=True, now=True)
 class Decay(NamedTuple):
     """The rule u + weight_decay p."""
 
@@ -41,7 +41,21 @@ class Decay(NamedTuple):
         return apply(rules.decayed, (updates, params), self.weight_decay, out=out)
 
 
-@says(name="scale_by_learning_rate", is_fresh=True)
+@says(name="add_decayed_weights", now=True)
+class CautiousDecay(NamedTuple):
+    """The rule u + weight_decay p where u p >= 0, and u elsewhere."""
+
+    weight_decay: float
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates with the decay added, and the state."""
+        check_params(params)
+        tree.check_real(updates, "updates")
+        wd = self.weight_decay
+        return tree.map(lambda u, p: u + wd * torch.where(u * p >= 0, p, 0.0).to(u.dtype), updates, params), state
+
+
+@says(name="scale_by_learning_rate", is_fresh=True, now=True)
 class Rate(NamedTuple):
     """The rule -lr u."""
 
@@ -77,17 +91,7 @@ def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transfor
     check_decay(weight_decay)
     if not isinstance(cautious, bool):
         raise TypeError(expected("cautious", "True or False", f"{cautious!r}"))
-
-    def cautiously(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        check_params(params)
-        tree.check_real(updates, "updates")
-        wd = weight_decay
-        return tree.map(lambda u, p: u + wd * torch.where(u * p >= 0, p, 0.0).to(u.dtype), updates, params), state
-
-    if cautious:
-        return lift(lambda params: (), cautiously, elementwise=True)
-
-    return lift(lambda params: (), Decay(weight_decay), elementwise=True)
+    return lift(lambda params: (), (CautiousDecay if cautious else Decay)(weight_decay), elementwise=True)
 
 
 def check_decay(weight_decay: float) -> None:

@@ -57,7 +57,7 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
-@says(name="scale_by_trust_ratio", is_fresh=True)
+@says(name="scale_by_trust_ratio", is_fresh=True, now=True)
 class TrustRatio(NamedTuple):
     """The rule of `scale_by_trust_ratio`."""
 
@@ -117,6 +117,7 @@ class LambHyper(NamedTuple):
     factor_threshold: float
 
 
+@says(now=True)
 class LambWarmup(NamedTuple):
     """The rule of a warm-up step of `scale_by_onebit_lamb`."""
 
@@ -128,6 +129,7 @@ class LambWarmup(NamedTuple):
         return self.run(updates, state, params)
 
 
+@says(now=True)
 class OnebitLamb(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_lamb`. average: the momentum's."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fn import tree
@@ -28,6 +29,56 @@ from fn.errors import expected
 from fn.facts import Averages, Facts, of_branches
 
 Tree = Any
+Chosen = Mapping[int, str]
+"""The numbers of some leaves, and the label of each."""
+
+
+class Label(str):
+    """A label that also says in which parts `partition` shows a tensor to the transform of the label.
+
+    It compares as its text does. splits: the sizes of blocks of rows, each a tensor of its own. heads: into how many
+    matrices of equal rows a matrix is divided, which become a stack, (H d, k) -> (H, d, k). Rows are the last dimension
+    but one.
+
+    >>> import torch
+    >>> rows = torch.arange(6.0).view(3, 2)
+    >>> Label("hidden", splits=(1, 2)).parts(rows)
+    (tensor([[0., 1.]]), tensor([[2., 3.],
+            [4., 5.]]))
+    """
+
+    splits: tuple[int, ...]
+    heads: int
+
+    def __new__(cls, text: str, splits: Iterable[int] = (), heads: int = 0) -> Label:
+        """Return the label with this text."""
+        label = super().__new__(cls, text)
+        label.splits, label.heads = tuple(splits), heads
+        return label
+
+    def __repr__(self) -> str:
+        parts = f"splits={self.splits}" if self.splits else f"heads={self.heads}"
+        return f"Label({str(self)!r}, {parts})"
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts of a tensor; those of one without rows, which another rank owns, have none either."""
+        *batch, rows, columns = x.shape
+        if self.heads:
+            return (x.reshape(*batch, self.heads, rows // self.heads, columns),)  # (..., H d, k) -> (..., H, d, k)
+        # (..., n, k) -> blocks (..., n_i, k)
+        return tuple(x.split([*self.splits] if rows else [0] * len(self.splits), -2))
+
+    def whole(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the tensor of which these are the parts, taken off their iterator."""
+        if self.heads:
+            return next(iter(parts)).flatten(-3, -2)  # (..., H, d, k) -> (..., H d, k)
+        # blocks (..., n_i, k) -> (..., n, k)
+        return torch.cat([x for _, x in zip(self.splits, parts, strict=False)], -2)
+
+
+def relabelled(label: str, name: str) -> str:
+    """Return another label with the parts of this one."""
+    return Label(name, label.splits, label.heads) if isinstance(label, Label) else name
 
 
 def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
@@ -52,14 +103,15 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     check_is_transform("inner", inner)
 
-    def places(params: Tree) -> list[int]:
+    def places(params: Tree) -> Chosen:
         check_params(params)
-        flags = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
-        for path, leaf in zip(tree.paths(flags), tree.leaves(flags), strict=True):
-            # True and False only: to ask a tensor in each step would wait for its device.
-            if type(leaf) is not bool:
-                raise TypeError(expected("mask", f"leaf {path!r} to be True or False", type(leaf).__name__))
-        return [i for i, keep in enumerate(tree.leaves(flags)) if keep]
+        flags = tree.spread(mask, params, "mask")
+        # True and False only: to ask a tensor in each step would wait for its device.
+        if not {*map(type, flags)} <= {bool}:
+            i = next(i for i, leaf in enumerate(flags) if type(leaf) is not bool)
+            wanted = f"leaf {tree.paths(params)[i]!r} to be True or False"
+            raise TypeError(expected("mask", wanted, type(flags[i]).__name__))
+        return {i: "" for i, keep in enumerate(flags) if keep}
 
     def init(params: Tree) -> Tree:
         return inner.init(_pick(params, places(params)))
@@ -74,37 +126,73 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
             # both.
             if isinstance(new, NewParams):
                 others = apply_updates(params, updates)
-                return NewParams(_put(others, dict(zip(chosen, new.params, strict=True)))), state
-            return _put(updates, dict(zip(chosen, new, strict=True))), state
+                return NewParams(_put(others, _wholes(new.params, chosen))), state
+            return _put(updates, _wholes(new, chosen)), state
 
-        return update
+        return Masked(inner_update, own_code(update))
 
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
     tx = combine([inner], init, masked, facts, exchange=exchange)
-    return tx._replace(facts=of_branches(facts_of(tx), [facts_of(inner), Facts()]))
+    facts = of_branches(facts_of(tx), [facts_of(inner), Facts()])
+    return tx._replace(facts=_batched(facts, [facts_of(inner)], lambda params: [places(params)]))
+
+
+def _batched(facts: Facts, branches: Sequence[Facts], places: Callable[[Tree], Iterable[Chosen]]) -> Facts:
+    """Return facts that say of each leaf whether it is a batch. places: params -> the leaves of each branch."""
+
+    def batched(params: Tree) -> list[bool]:
+        leaves = tree.leaves(params)
+        flags = [False] * len(leaves)
+        for said, chosen in zip(branches, places(params), strict=True):
+            some = [leaves[i] for i in chosen]
+            of_some = said.batched(some) if callable(said.batched) else [said.batched] * len(some)
+            for i, flag in zip(chosen, of_some, strict=True):
+                flags[i] = flag
+        return flags
+
+    is_refused = not facts.whole or any(said.whole and not said.batched for said in branches)
+    return facts._replace(batched=False if is_refused else batched)
+
+
+class Masked(NamedTuple):
+    """The rule of `mask`. inner: the update of the chosen leaves."""
+
+    inner: UpdateFn
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates, those of the chosen leaves by `inner`, and the next state."""
+        return self.run(updates, state, params)
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
 
-
-def _on_some(exchange: Exchange, places: Callable[[Tree], list[int]]) -> Exchange:
+def _on_some(exchange: Exchange, places: Callable[[Tree], Chosen]) -> Exchange:
     """Return an exchange of all params that passes on those in some places only."""
 
     def on(f: Exchanging) -> Exchanging:
         def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             chosen = places(params)
             new, state = f(number, state, _pick(params, chosen))
-            return _put(params, dict(zip(chosen, new, strict=True))), state
+            return _put(params, _wholes(new, chosen)), state
 
         return run
 
     return Exchange(on(exchange.difference), on(exchange.mean), on(exchange.outer), exchange.check)
 
 
-def _pick(t: Tree, chosen: list[int]) -> list[Any]:
+def _pick(t: Tree, chosen: Chosen) -> list[Any]:
+    """Return the chosen leaves, in the parts that their labels say."""
     leaves = tree.leaves(t)
-    return [leaves[i] for i in chosen]
+    shown = [label.parts(leaves[i]) if isinstance(label, Label) else (leaves[i],) for i, label in chosen.items()]
+    return [x for parts in shown for x in parts]
+
+
+def _wholes(new: Iterable[Any], chosen: Chosen) -> dict[int, Any]:
+    """Return the chosen leaves by their numbers, made of what `_pick` showed."""
+    rest = iter(new)
+    return {i: label.whole(rest) if isinstance(label, Label) else next(rest) for i, label in chosen.items()}
 
 
 def _put(t: Tree, new: Mapping[int, Any]) -> Tree:
@@ -123,7 +211,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         {'head': tensor([-1.]), 'body': tensor([-0.1000])}
 
     Args:
-        transforms: label -> transform; each sees the list of its leaves.
+        transforms: label -> transform; each sees the list of its leaves, in the parts that labels of `fn.labels_of`
+            say where it needs whole tensors.
         labels: a tree of labels like the params, or a function from params to such a tree.
     Returns: a transform whose state is {label: state}, with the phases that all of them have.
     Raises: ValueError if the labels, or the updates, have another structure than the params, if a label names no
@@ -141,13 +230,19 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     for label, transform in transforms.items():
         check_is_transform(f"transforms[{label!r}]", transform)
 
-    def places(params: Tree) -> dict[str, list[int]]:
+    # Element by element it is the same in parts, which would only cost copies.
+    shows_parts = {label: bool(facts_of(tx).whole) for label, tx in transforms.items()}
+
+    def places(params: Tree) -> dict[str, Chosen]:
         check_params(params)
-        flat = tree.leaves(tree.in_order(labels(params) if callable(labels) else labels, params, "labels"))
+        flat = tree.spread(labels, params, "labels")
         unknown = sorted({str(label) for label in flat} - set(transforms))
         if unknown:
             raise ValueError(expected("labels", f"names of transforms, of {sorted(transforms)}", f"{unknown}"))
-        return {label: [i for i, name in enumerate(flat) if name == label] for label in transforms}
+        return {
+            label: {i: name if shows_parts[label] else "" for i, name in enumerate(flat) if name == label}
+            for label in transforms
+        }
 
     def init(params: Tree) -> dict[str, Tree]:
         return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in places(params).items()}
@@ -163,9 +258,9 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                 for label, chosen in chosen_of.items():
                     new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
                     if isinstance(new, NewParams):
-                        new_params.update(zip(chosen, new.params, strict=True))
+                        new_params.update(_wholes(new.params, chosen))
                     else:
-                        moves.update(zip(chosen, new, strict=True))
+                        moves.update(_wholes(new, chosen))
                 # One label returned new params, so all others become params as well: a step returns only one of both.
                 if new_params:
                     leaves = tree.leaves(params)
@@ -178,15 +273,42 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         return of(dict(zip(transforms, updates_of, strict=True)))
 
     facts = Facts(whole=("partition by a function",) if callable(labels) else ())
+    if not callable(labels) and any(isinstance(label, Label) for label in tree.leaves(labels)):
+        facts = Facts(whole=("partition into parts",))
     exchanges = [
         _of_label(label, tx.exchange, places) for label, tx in transforms.items() if tx.exchange is not None
     ]
     exchange = _one_after_the_other(exchanges) if exchanges else None
     tx = combine([*transforms.values()], init, compose, facts, exchange=exchange)
-    return tx._replace(facts=of_branches(facts_of(tx), [*map(facts_of, transforms.values())]))
+    branches = [*map(facts_of, transforms.values())]
+    facts = of_branches(facts_of(tx), branches)
+    return tx._replace(facts=_batched(facts, branches, lambda params: places(params).values()))
 
 
-def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, list[int]]]) -> Exchange:
+def in_slices(inner: Transform, cut: Callable[[Tree], list[bool]]) -> Transform:
+    """Return a transform that sees some stacks in slices. Args: cut: params -> whether each leaf is one of them."""
+
+    def init(params: Tree) -> Tree:
+        return inner.init(tree.sliced(params, cut(params)))
+
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            flags, updates = cut(params), tree.in_order(updates, params, "updates")
+            new, state = updates_of[0](tree.sliced(updates, flags), state, tree.sliced(params, flags))
+            return tree.stacked(tree.leaves(new), params, flags), state
+
+        return update
+
+    return combine([inner], init, compose)
+
+
+def in_parts(inner: Transform, labels: Sequence[str]) -> Transform:
+    """Return a transform that sees each leaf in the parts that its label says."""
+    named = [relabelled(label, "all") for label in labels]
+    return partition({"all": inner}, lambda params: tree.unflatten(tree.flatten(params)[1], named))
+
+
+def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, Chosen]]) -> Exchange:
     """Return the exchange of a label's params as one of all of them, in the state of a partition."""
     # In a function of its own: lambdas made in a loop would all see the last label.
     some = _on_some(exchange, lambda params: places(params)[label])
@@ -244,14 +366,26 @@ of them. None: a function of the shapes."""
 
 
 def hidden_and_other(
-    labels: Labels, names: Mapping[str, str], is_hidden: Callable[[Tensor], bool]
+    labels: Labels,
+    names: Mapping[str, str],
+    is_hidden: Callable[[Tensor], bool] | None = None,
+    *,
+    in_parts: bool = True,
 ) -> Callable[[Tree], Tree]:
     """Return labels for `partition` from those of `fn.labels_of`, whose tensors `is_hidden` must take, too.
 
     Args: labels: "hidden" and "other"; None: by `is_hidden` alone. names: the label of `partition` for each of both.
-        is_hidden: of a tensor, whether the optimizer of hidden matrices can take it.
+        is_hidden: of a tensor, whether the optimizer of hidden matrices can take it. None: matrices, and stacks of them
+            where a label says so, for without labels they may be convolutions. in_parts: whether it takes the blocks
+            and heads that labels say.
     Raises: from the function that is returned, ValueError for other labels.
     """
+
+    if is_hidden is None:
+        is_hidden = (lambda p: p.ndim == 2) if labels is None else (lambda p: p.ndim >= 2)
+
+    def name_of(label: str) -> str:
+        return relabelled(label, names[label])
 
     def named(params: Tree) -> Tree:
         shapes = tree.map(lambda p: "hidden" if is_hidden(p) else "other", params)
@@ -261,8 +395,11 @@ def hidden_and_other(
         given = tree.in_order(given, params, "labels")
         if unknown := {*map(str, tree.leaves(given))} - set(names):
             raise ValueError(expected("labels", "'hidden' or 'other' for each tensor", f"{sorted(unknown)}"))
+        if not in_parts and (parts := [label for label in tree.leaves(given) if isinstance(label, Label)]):
+            cure = "write labels[name] = 'hidden' to take the tensor whole, or 'other'"
+            raise ValueError(expected("labels", "tensors that are taken whole", f"{parts[0]!r}", cure))
         # What the shape rules out is "other" whatever the label says: Muon would refuse it.
-        return tree.map(lambda label, shape: names["other" if "other" in (label, shape) else "hidden"], given, shapes)
+        return tree.map(lambda label, shape: name_of(label) if shape == "hidden" else names["other"], given, shapes)
 
     return named
 

@@ -1,13 +1,16 @@
-"""Muon: the momentum of a matrix, made orthogonal. `scale_by_muon`, and `orthogonalize` without a momentum.
+"""Muon: the momentum of a matrix, made orthogonal. `scale_by_muon`, `orthogonalize` without a momentum, and NorMuon's
+`scale_by_neuron_norm`.
 
 Matrices of a shape make one batch, so that a step is a few products whatever their number. A batch is a copy, and the
 products need two more; so no more matrices are stacked than `BATCH` numbers hold.
+
+A tensor of three or more dimensions is a stack of matrices, its last two dimensions: the experts of a layer, say.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -15,13 +18,14 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_number
-from fn.base import Transform, chain, lift, says
+from fn.arguments import check_interval, check_number
+from fn.base import Transform, chain, check_state, lift, says
 from fn.errors import expected
 from fn.facts import Facts
 from fn.kernels import rules
 from fn.kernels.lists import elementwise
 from fn.kernels.tracing import is_concrete, is_recorded
+from fn.transforms.adam import zero_moments
 from fn.transforms.momentum import trace
 
 Tree = Any
@@ -95,16 +99,17 @@ def scale_by_muon(
         dtype: in what the iterations are done, such as bfloat16, which is faster on accelerators; None: as the momentum
             is, float32 for half precision.
         flatten: take a tensor of three or more dimensions, such as the weight of a convolution, as the matrix
-            (shape[0], all others). A stack of matrices, such as the experts of a layer, is none; make it a list.
-    Raises: TypeError or ValueError that names the argument; from `init`, a ValueError that names a leaf that is no
-        matrix. Give these to another optimizer, with `partition`.
+            (shape[0], all others). False: as a stack of matrices, such as the experts of a layer, each with a norm and
+            a factor s of its own.
+    Raises: TypeError or ValueError that names the argument; from `init`, a ValueError that names a leaf of less than
+        two dimensions. Give these to another optimizer, with `partition`.
 
     Paper: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024); coefficients and scales as in
         Therien et al., MuLoCo (arXiv 2505.23725).
     Differs: both iterate in bfloat16, as dtype=torch.bfloat16 does.
     """
     link = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
-    return chain(trace(decay, nesterov), link._replace(facts=Facts(whole=("scale_by_muon",))))
+    return chain(trace(decay, nesterov), link._replace(facts=Facts(whole=("scale_by_muon",), batched=not flatten)))
 
 
 def orthogonalize(
@@ -116,6 +121,8 @@ def orthogonalize(
     flatten: bool = False,
 ) -> Transform:
     """Make each matrix of the updates nearly orthogonal, by Newton-Schulz iterations: `scale_by_muon`, no momentum.
+
+    A tensor of more dimensions is a stack of matrices, unless flatten=True.
 
         X = z / (|z|_F + eps);    X <- a X + (b A + c A^2) X,  A = X X^T,  for each (a, b, c);    u = s X
 
@@ -129,15 +136,13 @@ def orthogonalize(
 
     Args: as for `scale_by_muon`. Raises: as it.
     """
-    rule = newton_schulz(eps, scale, coefficients, dtype)
-    if not isinstance(flatten, bool):
-        raise TypeError(expected("flatten", "True or False", f"{flatten!r}"))
+    rule = newton_schulz(eps, scale, coefficients, dtype, flatten)
 
     def init(params: Tree) -> Tree:
-        check_matrices(params, flatten)
+        check_matrices(params)
         return ()
 
-    return lift(init, rule)._replace(facts=Facts(whole=("orthogonalize",)))
+    return lift(init, rule)._replace(facts=Facts(whole=("orthogonalize",), batched=not flatten))
 
 
 @says(name="orthogonalize", is_fresh=True)
@@ -148,6 +153,7 @@ class NewtonSchulz(NamedTuple):
     eps: float
     scale: Scale
     dtype: torch.dtype | None
+    flatten: bool
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates, made nearly orthogonal, and the state."""
@@ -161,7 +167,7 @@ class NewtonSchulz(NamedTuple):
 
 
 def newton_schulz(
-    eps: float, scale: Scale, coefficients: str | Sequence[Triple], dtype: torch.dtype | None
+    eps: float, scale: Scale, coefficients: str | Sequence[Triple], dtype: torch.dtype | None, flatten: bool = False
 ) -> NewtonSchulz:
     """Return the rule of `orthogonalize`. Args, Raises: as for `scale_by_muon`."""
     check_number("eps", eps)
@@ -171,17 +177,17 @@ def newton_schulz(
         raise ValueError(expected("scale", f"one of {', '.join(map(repr, FACTORS))}", f"{scale!r}"))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(expected("dtype", "a floating dtype, or None", f"{dtype}"))
-    return NewtonSchulz(_triples(coefficients), eps, scale, dtype)
+    if not isinstance(flatten, bool):
+        raise TypeError(expected("flatten", "True or False", f"{flatten!r}"))
+    return NewtonSchulz(_triples(coefficients), eps, scale, dtype, flatten)
 
 
-def check_matrices(params: Tree, flatten: bool) -> None:
-    """Refuse params that are no matrices, or cannot be taken as such, with a ValueError that names the leaf."""
+def check_matrices(params: Tree) -> None:
+    """Refuse params that are neither matrices nor stacks of them, with a ValueError that names the leaf."""
     for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
-        if p.ndim != 2 and not (flatten and p.ndim > 2):
+        if p.ndim < 2:
             wanted, got = f"leaf {path or 'the root'!r} to be a matrix", f"shape {tuple(p.shape)}"
-            cure = "give it to another optimizer, with fn.partition"
-            cure += "; or pass flatten=True, if it maps all its dimensions but the first" if p.ndim > 2 else ""
-            raise ValueError(expected("params", wanted, got, cure))
+            raise ValueError(expected("params", wanted, got, "give it to another optimizer, with fn.partition"))
 
 
 FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
@@ -195,48 +201,77 @@ FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
 """Scale -> the factor of a matrix, from its rows and columns."""
 
 
-def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool = False) -> list[Tensor]:
-    """Return matrices made nearly orthogonal, each in its own shape and dtype. Equal shapes make one batch.
+def orthogonal(leaves: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool = False) -> list[Tensor]:
+    """Return matrices made nearly orthogonal, and stacks of them, each in its own shape and dtype.
 
-    Args: in_place: write over the matrices, in place of new memory.
+    Args: in_place: write over the leaves, in place of new memory.
     """
+    # (e, ...) -> views (k, ...) of what is longer than a batch
+    pieces = [z.split(max(1, BATCH // z[0].numel())) if _is_long(z, rule) else (z,) for z in leaves]
+    flat = [x for some in pieces for x in some]
     # Those without elements are made anew, too: results that are fresh share no memory with what came in.
-    results = [z if in_place or z.numel() else z.new_empty(z.shape) for z in matrices]
-    full = [i for i, z in enumerate(matrices) if z.numel()]  # those that other ranks own have no elements
-    for places in batches([(matrices[i].shape, matrices[i].dtype, matrices[i].device) for i in full]):
-        batch = [matrices[full[k]] for k in places]
-        # (b, m, n) as a batch, each matrix back in its own place
-        for k, x in zip(places, _of_a_shape(batch, rule, batch if in_place else None), strict=True):
-            results[full[k]] = x
-    return results
+    results = [z if in_place or z.numel() else z.new_empty(z.shape) for z in flat]
+    for places in batches(flat, rule.flatten):
+        some = [flat[i] for i in places]
+        for i, x in zip(places, _of_a_shape(some, rule, some if in_place else None), strict=True):
+            results[i] = x
+    made = iter(results)
+    parts = [[next(made) for _ in some] for some in pieces]
+    # k views (e / k, ...) -> (e, ...)
+    return [z if in_place else x[0] if len(x) == 1 else torch.cat(x) for z, x in zip(leaves, parts, strict=True)]
 
 
-def batches(kinds: Iterable[tuple[torch.Size, torch.dtype, torch.device]]) -> list[list[int]]:
-    """Return the places of tensors that make a batch each: equal in kind, and no more than `BATCH` numbers.
+def _is_long(z: Tensor, rule: NewtonSchulz) -> bool:
+    return z.ndim > 2 and not rule.flatten and z.numel() > BATCH
 
-    >>> pairs = [(torch.Size([4, 2]), torch.float32, torch.device("cpu")), (torch.Size([3]), torch.float32, None)]
-    >>> batches([pairs[0], pairs[1], pairs[0]])
+
+def batches(leaves: Sequence[Tensor], flatten: bool = False) -> list[list[int]]:
+    """Return the places of leaves that make a batch each: matrices of a shape, and no more than `BATCH` numbers.
+
+    Leaves without elements, such as those that other ranks own, are in none.
+
+    >>> batches([torch.zeros(4, 2), torch.zeros(3, 3), torch.zeros(5, 4, 2), torch.zeros(0, 4, 2)])
     [[0, 2], [1]]
     """
     places: dict[Any, list[int]] = {}
-    for i, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(i)
+    for i, x in enumerate(leaves):
+        if x.numel():
+            shape = (x.shape[0], x.shape[1:].numel()) if flatten else x.shape[-2:]
+            places.setdefault((shape, x.dtype, x.device), []).append(i)
     made = []
-    for (shape, *_), of_kind in places.items():
-        most = max(1, BATCH // max(1, shape.numel()))
-        made += [of_kind[first : first + most] for first in range(0, len(of_kind), most)]
+    for of_kind in places.values():
+        room = 0
+        for i in of_kind:
+            room -= leaves[i].numel()
+            if room < 0:
+                made.append(list[int]())
+                room = BATCH - leaves[i].numel()
+            made[-1].append(i)
     return made
 
 
-def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
-    shape, dtype = matrices[0].shape, matrices[0].dtype
+def as_batch(leaves: Sequence[Tensor], flatten: bool = False) -> Tensor:
+    """Return matrices of a shape, and stacks of them, as one batch (b, m, n), a copy."""
+    # (m, ...) -> (1, m, n); (..., m, n) -> (e, m, n)
+    return torch.cat([x.flatten(1)[None] if flatten or x.ndim == 2 else x.flatten(0, -3) for x in leaves])
+
+
+def apart(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `as_batch` joined, as views in the shapes of the leaves."""
+    matrix = batch.shape[1] * batch.shape[2]
+    parts = batch.split([x.numel() // matrix for x in like])
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _of_a_shape(leaves: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
+    dtype = leaves[0].dtype
     inside = rule.dtype or torch.promote_types(dtype, torch.float32)
-    x = torch.stack([*matrices]).flatten(2)  # (b, m, n)
+    x = as_batch(leaves, rule.flatten)  # (b, m, n)
     # a norm may be above 65504, and eps is 0 in float16
     x = x.to(torch.float32 if inside == torch.float16 else inside)
     rows, columns = x.shape[1:]
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps  # (b, 1, 1); eps keeps zeros zero
-    # `x` is the stack's own memory, or a copy of it, so it may be written; a graph needs the old numbers.
+    # `x` is the batch's own memory, or a copy of it, so it may be written; a graph needs the old numbers.
     x = (x.div_(norms) if is_concrete(x) and not is_recorded([x]) else x / norms).to(inside)
     for a, b, c in rule.triples:  # X X^T of the smaller side: p(X X^T) X is X p(X^T X)
         gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))  # (b, k, k), k = min(m, n)
@@ -245,11 +280,10 @@ def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Te
         x = torch.baddbmm(x, *((powers, x) if rows <= columns else (x, powers)), beta=a)
     factor = FACTORS[rule.scale](rows, columns)
     if out is not None:
-        # (b, m, n) -> b times the shape of a tensor
-        made: list[Tensor] = elementwise(rules.scaled, (x.view(len(matrices), *shape).unbind(),), factor, out=[out])
+        made: list[Tensor] = elementwise(rules.scaled, (apart(x, leaves),), factor, out=[out])
         return made
-    # (b, m, n) -> b times the shape of a tensor; the factor comes first, so that the product is rounded once
-    return (x * factor).to(dtype).view(len(matrices), *shape).unbind()
+    # the factor comes first, so that the product is rounded once
+    return apart((x * factor).to(dtype), leaves)
 
 
 def _triples(coefficients: str | Sequence[Triple]) -> tuple[Triple, ...]:
@@ -265,3 +299,81 @@ def _triples(coefficients: str | Sequence[Triple]) -> tuple[Triple, ...]:
     if not triples or not all(math.isfinite(x) for triple in triples for x in triple):
         raise ValueError(expected("coefficients", "three numbers for each iteration", f"{coefficients}"))
     return triples
+
+
+class NeuronNormState(NamedTuple):
+    """State of `scale_by_neuron_norm`. nu: of each row the mean square of its updates; float32 for half precision."""
+
+    nu: Tree
+
+
+@says(name="scale_by_neuron_norm", is_fresh=True)
+class NeuronNorm(NamedTuple):
+    """The rule of `scale_by_neuron_norm`, with its arguments."""
+
+    b2: float
+
+    def __call__(self, updates: Tree, state: NeuronNormState, params: Tree, /) -> tuple[Tree, NeuronNormState]:
+        """Return the updates, their rows of equal length in the mean, and the next state."""
+        return self._moved(updates, state)
+
+    def over(self, updates: Tree, state: NeuronNormState, params: Tree) -> tuple[Tree, NeuronNormState]:
+        """Take the step in the memory of the updates."""
+        return self._moved(updates, state, in_place=True)
+
+    def _moved(self, updates: Tree, state: NeuronNormState, in_place: bool = False) -> tuple[Tree, NeuronNormState]:
+        check_state(state, NeuronNormState)
+        tree.check_real(updates, "updates")
+        (leaves, old), structure = tree.flatten_alike([updates, state.nu])
+        results = [u if in_place or u.numel() else u.new_empty(u.shape) for u in leaves]
+        after = [*old]
+        for places in batches(leaves):
+            us, nus = ([tensors[i] for i in places] for tensors in (leaves, old))
+            u = as_batch(us)  # (b, m, n)
+            u = u.to(torch.promote_types(u.dtype, torch.float32))
+            # (b, m, 1)
+            nu = rules.lerp(u.square().mean(2, keepdim=True), as_batch(nus), self.b2)
+            y = u / (nu.sqrt() + TINY)
+            # (b, 1, 1): |u|_F, so that the steps of all rows together stay as long as they were
+            lengths = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (u, y)]
+            y = y * (lengths[0] / lengths[1].clamp(min=TINY))
+            for i, u_i, nu_i in zip(places, apart(y.to(us[0].dtype), us), apart(nu, nus), strict=True):
+                results[i] = results[i].copy_(u_i) if in_place else u_i
+                after[i] = nu_i
+        return tree.unflatten(structure, results), NeuronNormState(tree.unflatten(structure, after))
+
+
+TINY = 1e-8
+"""What keeps rows, and matrices, of zeros at zero."""
+
+
+def scale_by_neuron_norm(b2: float = 0.95) -> Transform:
+    """Divide each row of a matrix by its root mean square over time, and keep the matrix's Frobenius norm: NorMuon.
+
+    Behind `orthogonalize`, whose rows differ in length, all neurons then move about as fast.
+
+        v <- b2 v + (1 - b2) mean_columns u^2;    y = u / (sqrt(v) + 1e-8);    u <- y |u|_F / max(|y|_F, 1e-8)
+
+        >>> import torch, fn
+        >>> tx = fn.scale_by_neuron_norm()
+        >>> u = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+        >>> tx.update(fn.Phase.WARMUP)(u, tx.init(u), u)[0]
+        tensor([[2.1319, 2.8425],
+                [2.1319, 2.8425]])
+
+    Args: b2: how much of v a step keeps, in [0, 1). v is not bias-corrected, for its scale cancels. Of a stack of
+        matrices each has rows and a norm of its own.
+    Raises: TypeError or ValueError that names the argument; from `init`, as `orthogonalize`.
+
+    Paper: Li et al., NorMuon: making Muon more efficient and scalable (arXiv 2510.05491).
+    Differs: where ranks have rows of a matrix, as FSDP2's, `unsharded` brings whole matrices here, on any number of
+        ranks; in the code of Dion, norms are those of each shard.
+    """
+    check_interval("b2", b2, "[0, 1)")
+
+    def init(params: Tree) -> NeuronNormState:
+        check_matrices(params)
+        # (..., m, n) -> (..., m, 1)
+        return NeuronNormState(zero_moments(tree.map(lambda p: p.detach().new_empty((*p.shape[:-1], 1)), params)))
+
+    return lift(init, NeuronNorm(b2))._replace(facts=Facts(whole=("scale_by_neuron_norm",), batched=True))

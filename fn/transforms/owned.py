@@ -5,9 +5,13 @@
       | inner's update of the own tensors and their states      -> the updates of these
       | to all ranks, exactly or in codes with feedback         -> all updates, the same on every rank
 
+Over `axis=("local", "node")` gradients travel exactly within a node, to the rank that has the owner's index there, and
+in codes between the nodes; updates come back that way, so that a node sends as much as one rank would.
+
 `fn.sharded` cuts tensors into pieces, which is what element-wise links can have. Muon, LAMB and all that needs whole
 matrices can have this. The inner links see a tree like the params, in which tensors of other ranks have no elements;
-under `simulate`, where all ranks have equal shapes, they are zeros.
+under `simulate`, where all ranks have equal shapes, they are zeros. Of a stack of matrices, such as the experts of a
+layer, they see slices (`fn.tree.Slices`), which ranks own one by one, where they take each matrix by itself.
 
     >>> import torch, fn
     >>> tx = fn.owned(fn.chain(fn.scale_by_muon(), fn.scale_by_learning_rate(0.1)), "data")
@@ -31,12 +35,12 @@ from fn.arguments import check_is_transform
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import axis_size
+from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.codecs.codec import Codec, identity, mean_of_rows
 from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
 from fn.collectives.feedback import Feedback, Off, classic, off
 from fn.collectives.hierarchy import Hop, hops
-from fn.collectives.owners import columns_to_owners, from_owners, to_owners
+from fn.collectives.owners import columns_to_owners, from_owners, served_here, to_owners
 from fn.compiling import own_code
 from fn.errors import expected
 from fn.facts import Facts, merged
@@ -46,7 +50,7 @@ from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket
-from fn.transforms.resharding import errors_reshape, reshapes
+from fn.transforms.resharding import reshapes, senders_reshape
 from fn.transforms.sharded import show_failures, wide
 
 Tree = Any
@@ -56,12 +60,13 @@ Costs = Tree | Callable[[Tree], Tree] | None
 
 @declare(rank_local=("inner", "back"), errors=("back",), owned=("inner", "back"), plan=("owners",), others=("inner",))
 class OwnedState(NamedTuple):
-    """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor.
+    """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor, or slice.
 
     inner: the inner state, of own tensors; those of others have no elements.
-    errors: residual errors of the gradients, of all tensors; () where they travel exactly. There are no servers.
+    errors: residual errors of the gradients, of all tensors that this rank sends in codes; () where they travel
+        exactly. There are no servers.
     back: residual errors of the updates, at their owners; () where these travel exactly.
-    owners: the rank that owns each tensor, (n,) int64.
+    owners: the rank that owns each tensor or slice, (n,) int64.
     """
 
     inner: Tree
@@ -88,7 +93,7 @@ class Owned(NamedTuple):
 
 def owned(
     inner: Transform,
-    axis: str,
+    axis: AxisNames,
     *,
     codec: Codec | None = None,
     feedback: Feedback | None = None,
@@ -117,7 +122,11 @@ def owned(
         inner: what updates own tensors. It must not communicate over `axis`, on which every rank has other tensors, nor
             need all of them, as a norm of the whole tree does. A link of your own says so in its facts (`fn.Facts`).
             One without a compressed phase takes its warm-up steps in every phase.
-        axis: the axis' name.
+            Where its facts say that it takes each matrix of a stack by itself (`batched`), as `scale_by_muon` does,
+            ranks own slices of stacks; else a tensor of three dimensions is owned whole.
+        axis: the axis' name, or two, ("local", "node"), from the faster network to the slower one: within a node
+            gradients travel exactly, and updates as they came. A rank then keeps errors of only those tensors whose
+            owner has its index in the node, because it sends them to the other nodes.
         codec: how gradients travel to the owners in the compressed phase; None is exactly.
         gather: how updates travel back in the compressed phase; None is exactly.
         feedback: how a rank keeps the errors of what it sends, both ways; None is `classic()`.
@@ -135,16 +144,24 @@ def owned(
         than all others together is one rank's.
     """
     _check_inner(inner, axis)
-    exact = Hop(axis, identity(), off())
+    *within, between = axes.names(axis)
+    exact = Hop(between, identity(), off())
     kept = classic() if feedback is None else feedback
-    (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
-    (to_all,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
+    (to_owner,) = hops(between, codec, kept) if codec is not None else [exact]
+    (to_all,) = hops(between, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
     if feedback is not None and codec is None and gather is None:
         raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
 
+    facts = facts_of(inner)
+
+    def planned(params: Tree) -> tuple[list[bool], tuple[int, ...]]:
+        """Return which leaves are cut into slices, and who owns each tensor and slice."""
+        cut = facts.in_slices(params)
+        return cut, plan(params, axis_size(axis), cost, cut)
+
     def errors_of(leaves: Sequence[Tensor], hop: Hop) -> tuple[Tree, ...]:
         if hop.exact:
-            return tuple(() for _ in leaves)
+            return ()
         # vectors (n,), n rounded up to the codec's alignment: an owner gets whole tensors, so there is one row
         zeros = [x.new_zeros(row.segments.row_length) for x, row in zip(leaves, rows_of(leaves, hop), strict=True)]
         return tuple(hop.feedback.init(x) for x in zeros)
@@ -152,10 +169,9 @@ def owned(
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
         _check_whole(params)
+        cut, owners = planned(params)
         # Detached: clones below would carry the graph of the params into the state.
-        params = tree.map(Tensor.detach, params)
-        leaves, structure = tree.flatten(params)
-        owners = plan(params, axis_size(axis), cost)
+        leaves, structure = tree.flatten(tree.sliced(tree.map(Tensor.detach, params), cut))
         fields = {**describe((to_owner, to_all, inner)), **describe_leaves(params), "owners": owners}
         # Before anything is sent: with other owners on another rank, both would wait for what nobody sends.
         check_agreement(axis, fields, device_of(params))
@@ -166,10 +182,12 @@ def owned(
         # Labels that a function makes of sizes would differ where tensors have no elements, and so would the states:
         # the ranks would then read each other's tensors as their own.
         check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
-        errors = ErrorFeedbackState(errors_of(leaves, to_owner), tuple(() for _ in leaves))  # no servers: owners serve
+        sent = _sent(leaves, owners, within, between)
+        errors = ErrorFeedbackState(errors_of(sent, to_owner), tuple(() for _ in leaves))  # no servers: owners serve
         if not to_owner.exact:
-            rows = partial(rows_of, leaves, to_owner)
-            reshapes.add((errors, errors_reshape(leaves, axis, lambda world: rows(), to_owner, to_owner)))
+            # of all tensors, for other ranks may have sent them in another world
+            wides = [x.to(wide(x.dtype)) for x in leaves] if within else leaves
+            reshapes.add((errors, senders_reshape(wides, partial(rows_of, wides, to_owner), to_owner)))
         # Updates are made of float32 means, so their errors are float32 for half precision, too.
         of_owners = errors_of([x.to(wide(x.dtype)) for x in own], to_all)
         return OwnedState(state, errors, of_owners, torch.tensor(owners, dtype=torch.int64, device="cpu"))
@@ -182,17 +200,15 @@ def owned(
                 check_state(state, OwnedState)
                 check_params(params)
                 tree.check_updates(updates, params)
-                leaves, structure = tree.flatten(params)
-                grads = tree.leaves(tree.in_order(updates, params, "updates"))
-                owners = plan(params, axis_size(axis), cost)
+                cut, owners = planned(params)
+                leaves, structure = tree.flatten(tree.sliced(params, cut))
+                grads = tree.leaves(tree.sliced(tree.in_order(updates, params, "updates"), cut))
                 check_owners(state, owners)
-                codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
+                codes = phase is Phase.COMPRESSED and axis_size(between) > 1
                 worker, of_owners = state.errors.worker, state.back
                 # W gradients of each tensor become one mean, at its owner; (0, ...) at the other ranks
-                if codes and not to_owner.exact:
-                    means, worker = _means_in_codes(grads, worker, owners, to_owner)
-                else:
-                    means = _exact_means(grads, owners, axis)
+                way = to_owner if codes else exact
+                means, worker = _means_over(grads, worker, owners, within, way)
                 own_params = tree.unflatten(structure, _own(leaves, owners, axis))
                 with flags.unassumed():  # own tensors may be finite where another rank's are not
                     moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
@@ -201,29 +217,30 @@ def owned(
                 del means  # before memory is taken for the updates of all tensors
                 # an update at each owner becomes all updates on every rank, in the shapes of the leaves
                 if codes and not to_all.exact:
-                    gathered, of_owners = _updates_in_codes(tree.leaves(moves), leaves, of_owners, owners, to_all)
+                    moved = tree.leaves(moves)
+                    gathered, of_owners = _updates_in_codes(moved, leaves, of_owners, owners, to_all, axis)
                 else:
                     gathered = _exact_updates(tree.leaves(moves), leaves, owners, axis)
                 errors = state.errors._replace(worker=worker)
-                return tree.unflatten(structure, gathered), OwnedState(inside, errors, of_owners, state.owners)
+                return tree.stacked(gathered, params, cut), OwnedState(inside, errors, of_owners, state.owners)
 
             return Owned(move, by, own_code(update))
 
         return by(getattr(inner, f"{inner_phase.value}_update"))
 
     local = missing(Phase.LOCAL, "an optimizer of owned tensors")
-    facts = merged(facts_of(inner), Facts((axis,), ("owned",)))
-    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
+    facts_here = merged(facts, Facts(axes.names(axis), ("owned",)))
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts_here)
 
 
 def _check_inner(inner: Any, axis: Any) -> None:
     check_is_transform("inner", inner)
-    if not isinstance(axis, str):
-        raise TypeError(expected("axis", "the name of one axis", f"{axis!r}"))
-    facts = facts_of(inner)
+    if not isinstance(axis, str) and not (isinstance(axis, tuple) and len(axis) in (1, 2)):
+        raise TypeError(expected("axis", "the name of one axis, or of two, ('local', 'node')", f"{axis!r}"))
+    names, facts = axes.names(axis), facts_of(inner)
     if inner.exchange is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
-    if axis in facts.axes + facts.shards:
+    if {*names} & {*facts.axes, *facts.shards}:
         wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"
         cure = "make it without an axis; fn.owned averages the gradients"
         raise ValueError(expected("inner", wanted, "a link that does", cure))
@@ -245,40 +262,50 @@ def _check_whole(params: Tree) -> None:
             raise TypeError(expected("params", f"leaf {path or 'the root'!r} to be a whole tensor", got, cure))
 
 
-def newton_schulz_costs(params: Tree) -> Tree:
+def newton_schulz_costs(params: Tree, flatten: bool = True) -> Tree:
     """Return what orthogonalising each matrix costs: the smaller side squared times the larger; of others elements.
+
+    Args: flatten: whether a tensor (n, ...) counts as a matrix (n, all others), or as a stack of matrices.
 
     >>> import torch
     >>> newton_schulz_costs([torch.zeros(6, 2), torch.zeros(2, 6), torch.zeros(5)])
     [24, 24, 5]
     """
 
-    def cost(p: Tensor) -> int:
-        rows = p.shape[0] if p.ndim > 1 else 1
-        # a tensor (n, ...) counts as a matrix (n, all others)
-        return p.numel() * (min(rows, p.numel() // max(1, rows)) if p.ndim > 1 else 1)
-
-    return tree.map(cost, params)
+    return tree.map(lambda p: _newton_schulz_cost(p.shape, flatten), params)
 
 
-def plan(params: Tree, world: int, cost: Costs = None) -> tuple[int, ...]:
-    """Return the rank that owns each leaf, the same on all ranks.
+def _newton_schulz_cost(shape: torch.Size, flatten: bool = True) -> int:
+    if len(shape) < 2:
+        return shape.numel()
+    return shape.numel() * min(*((shape[0], shape[1:].numel()) if flatten else shape[-2:]))
 
-    Leaves of a shape and cost go to all ranks in turn. Those that are left over, fewer than there are ranks, go to the
+
+def plan(params: Tree, world: int, cost: Costs = None, cut: Sequence[bool] | None = None) -> tuple[int, ...]:
+    """Return the rank that owns each leaf, the same on all ranks, and of leaves that are cut each slice.
+
+    Tensors of a shape and cost go to all ranks in turn. Those that are left over, fewer than there are ranks, go to the
     ranks that have least to do, the costliest shapes first.
 
-    Args: params: whose shapes matter. world: the number of ranks. cost: as for `owned`.
+    Args: params: whose shapes matter. world: the number of ranks. cost: as for `owned`. cut: see `Facts.in_slices`.
     Raises: ValueError or TypeError for costs that are no finite numbers of at least 0, one for each leaf.
     """
     leaves = tree.leaves(params)
-    costs = tree.leaves(_costs(params, cost))
-    return _planned(tuple((leaf.shape, float(price)) for leaf, price in zip(leaves, costs, strict=True)), world)
+    cut = [False] * len(leaves) if cut is None else cut
+    counts = [len(leaf) if is_cut else 1 for leaf, is_cut in zip(leaves, cut, strict=True)]
+    # Each slice counts as a tensor of its own; a cost that is given is that of all slices.
+    shapes = [leaf.shape[1:] if is_cut else leaf.shape for leaf, is_cut in zip(leaves, cut, strict=True)]
+    if cost is None:
+        prices = [*map(_newton_schulz_cost, shapes)]
+    else:
+        prices = [price / n for price, n in zip(tree.leaves(_costs(params, cost)), counts, strict=True)]
+    each = zip(shapes, prices, counts, strict=True)
+    return _planned(tuple((shape, float(price)) for shape, price, n in each for _ in range(n)), world)
 
 
 def _costs(params: Tree, cost: Costs) -> Tree:
-    made = newton_schulz_costs(params) if cost is None else cost(params) if callable(cost) else cost
-    made = tree.in_order(made, params, "cost")
-    for path, price in zip(tree.paths(made), tree.leaves(made), strict=True) if cost is not None else ():
+    made = tree.in_order(cost(params) if callable(cost) else cost, params, "cost")
+    for path, price in zip(tree.paths(made), tree.leaves(made), strict=True):
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
             raise ValueError(expected("cost", f"leaf {path!r} to be a finite number of at least 0", f"{price!r}"))
     return made
@@ -316,13 +343,13 @@ def _shares(owners: Sequence[int]) -> list[int]:
     return [owners.count(r) for r in range(max(owners, default=0) + 1)]
 
 
-def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: AxisNames) -> list[Tensor]:
     """Return own leaves as they are, and tensors without elements for those of others; zeros under `simulate`."""
-    size, rank, transport = axes.resolve(axis)
-    if transport == axes.SIMULATED:  # vmap gives all ranks the same shapes, so what others own is zero, not empty
+    if axes.is_simulated(axis):  # vmap gives all ranks the same shapes, so what others own is zero, not empty
+        rank = axes.axis_index(axis)
         return [torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in zip(leaves, owners, strict=True)]
     here = axes.own_rank(axis)
-    mine = [size == 1 or owner == here for owner in owners]
+    mine = [axis_size(axis) == 1 or owner == here for owner in owners]
     return [x if is_mine else _without_elements(x, x.dtype) for x, is_mine in zip(leaves, mine, strict=True)]
 
 
@@ -336,12 +363,52 @@ def rows_of(leaves: Sequence[Tensor], hop: Hop) -> list[Bucket]:
     return layouts.buckets(leaves, 1, hop.codec.align, "per_tensor")
 
 
-def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+def _sent(leaves: Sequence[Tensor], owners: Sequence[int], within: Sequence[str], between: str) -> list[Tensor]:
+    """Return the tensors that this rank sends in codes: over two axes means of the node, others without elements."""
+    if not within:
+        return [*leaves]
+    # float32 for half precision, as means are
+    wides = [x.to(wide(x.dtype)) for x in leaves]
+    return _own(wides, [owner // axis_size(between) for owner in owners], within[0])
+
+
+def _means_over(
+    grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], within: Sequence[str], hop: Hop
+) -> tuple[list[Tensor], tuple[Tree, ...]]:
+    """Return the means of own tensors, and the next errors. Args: within: the axis of a node; [] where there is none.
+
+    Over two axes the first mean is a node's, exact, at the rank with the owner's index; only those ranks send it on.
+    """
+    if not within:
+        if hop.exact:
+            return _exact_means(grads, owners, hop.axis), (*errors,)
+        return _means_in_codes(grads, errors, owners, hop)
+    (local,) = within
+    nodes, after = axis_size(hop.axis), [*errors]
+    in_node, across = [owner // nodes for owner in owners], [owner % nodes for owner in owners]
+    means = _exact_means(grads, in_node, local)
+    here = served_here(in_node, local)
+    if not here:  # the ranks of this index serve no tensor, on all nodes alike
+        return means, tuple(after)
+    some, of_node = [means[i] for i in here], [across[i] for i in here]
+    if hop.exact:
+        found = _exact_means(some, of_node, hop.axis, axis_size(local))
+    else:
+        found, kept = _means_in_codes(some, [errors[i] for i in here], of_node, hop, axis_size(local))
+        for i, error in zip(here, kept, strict=True):
+            after[i] = error
+    for i, mean in zip(here, found, strict=True):
+        means[i] = mean
+    return means, tuple(after)
+
+
+def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str, among: int = 1) -> list[Tensor]:
     """Return the means of own tensors, float32 for half precision, and tensors without elements for those of others."""
     if axes.resolve(axis).transport == axes.SIMULATED:  # one vector for all: each call under vmap takes long
         buckets = layouts.buckets(grads, 1, 1, "flat")
         # (1, n) on each rank -> (W, n) on all of them: the mean is taken everywhere, and cut down to own tensors
-        rows = to_owners([layouts.join(grads, bucket)[None] for bucket in buckets], [0] * len(buckets), axis)
+        items = [layouts.join(grads, bucket)[None] for bucket in buckets]
+        rows = to_owners(items, [0] * len(buckets), axis, among)
         vectors = [mean_of_rows(identity(), some) for some in rows]
         # (n,) -> the shapes of the gradients
         parts = [layouts.split(vector, bucket) for vector, bucket in zip(vectors, buckets, strict=True)]
@@ -382,14 +449,15 @@ def _means(columns: Sequence[Sequence[Tensor]], own: int | None) -> list[Tensor]
 
 
 def _means_in_codes(
-    grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
+    grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop, among: int = 1
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
     """Return the means as `_exact_means` does, from messages in codes, and the next errors."""
     buckets, items, after = _buckets(grads, grads, errors, owners, hop), [], [*errors]
     for bucket in buckets:
         items.append(_encoded(grads, after, bucket, hop, worker=True))
     mean_of: dict[int, Tensor] = {}
-    for bucket, received in zip(buckets, to_owners(items, _owners_of(buckets, owners), hop.axis), strict=True):
+    came = to_owners(items, _owners_of(buckets, owners), hop.axis, among)
+    for bucket, received in zip(buckets, came, strict=True):
         # None at the ranks that do not own the tensors of this bucket
         if received is not None:  # codes of W rows, at the owner
             means = layouts.split(mean_of_rows(hop.for_rows(bucket.segments), received), bucket)
@@ -448,10 +516,11 @@ def _encoded(leaves: Sequence[Tensor], errors: list[Tree], bucket: Bucket, hop: 
     return payload
 
 
-def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+def _exact_updates(
+    moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequence[int], axis: AxisNames
+) -> list[Tensor]:
     """Return the updates of all tensors. Args: moves: of own tensors. like: the params, for their shapes."""
-    simulated = axes.resolve(axis).transport == axes.SIMULATED
-    here = None if simulated or axis_size(axis) == 1 else axes.own_rank(axis)
+    here = None if axes.is_simulated(axis) or axis_size(axis) == 1 else axes.own_rank(axis)
     forms: dict[Any, Tensor] = {}
     items = []
     for move, p, owner in zip(moves, like, owners, strict=True):
@@ -467,10 +536,11 @@ def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequ
 
 
 def _updates_in_codes(
-    moves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
-) -> tuple[list[Tensor], tuple[Tree, ...]]:
+    moves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop,
+    axis: AxisNames,
+) -> tuple[list[Tensor], tuple[Tree, ...]]:  # fmt: skip
     """Return the updates as `_exact_updates` does, from messages in codes, and the next errors."""
-    here = None if axes.resolve(hop.axis).transport == axes.SIMULATED else axes.own_rank(hop.axis)
+    here = None if axes.is_simulated(axis) else axes.own_rank(axis)
     buckets, items, after = _buckets(moves, like, errors, owners, hop), [], [*errors]
     of_buckets = _owners_of(buckets, owners)
     for bucket, owner in zip(buckets, of_buckets, strict=True):
@@ -481,7 +551,7 @@ def _updates_in_codes(
             # as long as the codes that arrive: who receives has to know their length
             items.append(_form(codec, bucket.segments.row_length, move.dtype, move.device))
     update_of: dict[int, Tensor] = {}
-    for bucket, payload in zip(buckets, from_owners(items, of_buckets, hop.axis), strict=True):
+    for bucket, payload in zip(buckets, from_owners(items, of_buckets, axis), strict=True):
         parts = layouts.split(hop.for_rows(bucket.segments).decode(payload).reshape(-1), bucket)  # (1, n) -> (n,)
         update_of.update(zip(bucket.leaf_indices, parts, strict=True))
     # updates keep the dtype that inner gave them, whatever codes are decoded to

@@ -108,6 +108,33 @@ def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop,
     return Reshape(addends, adopt)
 
 
+def senders_reshape(leaves: Sequence[Tensor], rows: Callable[[], list[layouts.Bucket]], hop: Hop) -> Reshape:
+    """Return how errors move that only those ranks keep that send a tensor, and whose mean is over these.
+
+    What other ranks saved is NaN; on ranks that do not send it now errors have no elements.
+    """
+
+    def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
+        sums: Addends = []
+        for bucket, e in zip(rows(), state.worker, strict=True):
+            plain = to_plain(e, hop.codec, hop.feedback, bucket.segments, leaves[bucket.leaf_indices[0]].dtype)
+            sends = plain is not None and not bool(plain.isnan().any())
+            sums += parts_of(plain if sends else None, bucket)
+            sums += [_age(e, 0) * sends, torch.tensor(float(sends), dtype=torch.float64, device="cpu")]
+        return sums
+
+    def adopt(total: Tree, fresh: ErrorFeedbackState) -> ErrorFeedbackState:
+        rest, workers = iter(total), []
+        for bucket, e in zip(rows(), fresh.worker, strict=True):
+            whole, age, count = take_parts(rest, bucket), next(rest), next(rest)
+            keeps = any(x.numel() for x in tree.leaves(e) if x.ndim)
+            mean, age = whole / count.clamp(min=1).to(whole.device), (age / count.clamp(min=1)).round().long()
+            workers.append(from_plain(mean, e, bucket.segments, hop.feedback, age) if keeps else e)
+        return fresh._replace(worker=tuple(workers))
+
+    return Reshape(addends, adopt)
+
+
 def _row_of(segments: Segments, rank: int) -> Segments:
     return segments.row(torch.tensor(rank, dtype=torch.int64, device="cpu"))
 
@@ -232,12 +259,13 @@ class Move(NamedTuple):
     """How saved states of another number of ranks move to this one.
 
     notes: (a fresh state, how it moves), as `reshapes` collected them. rows: those that this rank has read. add: sums
-    over the ranks that are bound now.
+    over the ranks that are bound now. axes: these, for messages.
     """
 
     notes: Sequence[tuple[Tree, Reshape]]
     rows: Rows
     add: Callable[[Tree], Tree]
+    axes: Sequence[str] = ()
 
     def walk(self, fresh: Tree, saved: Tree) -> Tree:
         """Return a fresh state with what was saved. saved: a tree like it, with `Rows` for what is rank-local."""
@@ -247,7 +275,8 @@ class Move(NamedTuple):
                 return reshape.adopt(self._total(reshape, fresh, saved), fresh)
         has_errors = isinstance(fresh, ErrorFeedbackState) and tree.leaves(fresh)
         if has_errors or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
-            raise ValueError("state: is of another world, and nothing says how errors of several axes move")
+            text = f"its errors of the axes {[*self.axes]} belong to that one"
+            raise ValueError(f"checkpoint: is of another world, and {text}")
         if isinstance(saved, Rows):
             return mean_of_rows(saved, self.add).to(fresh)
         if isinstance(fresh, Tensor):

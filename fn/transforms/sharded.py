@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_interval, check_is_transform
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
@@ -75,6 +75,7 @@ class ShardedState(NamedTuple):
     momentum: tuple[Tree, ...]
 
 
+@says(now=True)  # its master params
 class Sharded(NamedTuple):
     """The rule of `sharded` in a phase. inner: the update of the shard. codes: whether messages are codes."""
 

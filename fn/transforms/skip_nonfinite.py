@@ -103,7 +103,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
             else:
                 out, after = inner_update(updates, before, params)
             _check_tensors(state.inner, after)
-            ok = true_on_all(_is_fine(out, after, state.inner), shards, device_of(out))
+            ok = true_on_all(is_fine(out, after, state.inner), shards, device_of(out))
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
         looks = phase is not Phase.LOCAL
@@ -119,7 +119,7 @@ def _guards_itself(state: Tree) -> bool:
     return any(roles.rank_local(x).intersection(roles.roles_of(x).watched) for x in classes)
 
 
-def _is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:
+def is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:
     """Return whether a step may be taken, 0-d bool, the same on all ranks. out: its updates. before, after: states."""
     # The updates of ranks that went apart differ, so that ranks would skip apart: what they hold alike is looked at.
     if watched := tree.leaves(roles.find(after, "watched")):

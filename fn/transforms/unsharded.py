@@ -10,6 +10,9 @@ element by element stays on the pieces, in front of it and behind it:
 
     chain(trace(0.95), unsharded(orthogonalize(), "shard"), scale_by_learning_rate(0.02))
 
+Of a stack of matrices, such as the experts of a layer, owners have slices where `inner` takes each matrix by itself.
+What lies on the ranks by slices already, as FSDP2 divides it, stays there.
+
 Pieces are those of `torch.chunk`: each rank has ceil(n / W) of n rows, the last ones have what is left, or none. They
 travel padded to the same rows, as FSDP2 sends its own, and pieces of simulated ranks are padded, too, with zeros.
 """
@@ -17,7 +20,7 @@ travel padded to the same rows, as FSDP2 sends its own, and pieces of simulated 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +42,7 @@ from fn.errors import expected
 from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
-from fn.transforms.mask_and_partition import Labels
+from fn.transforms.mask_and_partition import Label, Labels, in_parts
 from fn.transforms.owned import Costs, OwnedState, check_owners, plan
 from fn.transforms.sharded import show_failures
 
@@ -56,22 +59,25 @@ class Shards(NamedTuple):
     shapes: of the whole tensors, in the order of the leaves of the params; None: W times the rows of each piece.
     dims: the dimension in which each is cut, None for a tensor that every rank has whole; None in place of the tuple:
         rows of all that have dimensions.
+    labels: of the whole tensors, which say in which parts the inner transform sees them; None: as they are.
     """
 
     axis: str
     shapes: tuple[tuple[int, ...], ...] | None = None
     dims: tuple[int | None, ...] | None = None
+    labels: tuple[str, ...] | None = None
 
     def chosen(self, places: Sequence[int]) -> Shards:
         """Return those of some leaves."""
-        shapes = None if self.shapes is None else tuple(self.shapes[i] for i in places)
-        return Shards(self.axis, shapes, None if self.dims is None else tuple(self.dims[i] for i in places))
+        of_leaves = self.shapes, self.dims, self.labels
+        return Shards(self.axis, *(None if x is None else tuple(x[i] for i in places) for x in of_leaves))  # type: ignore[arg-type]
 
 
 class Unsharded(NamedTuple):
-    """The rule of a step of `unsharded`. axis: over which the tensors are divided."""
+    """The rule of a step of `unsharded`. axis: over which the tensors are divided. inner: the inner update."""
 
     axis: str
+    inner: UpdateFn
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -127,6 +133,7 @@ def unsharded(
     """
     shards = Shards(shards) if isinstance(shards, str) else shards
     _check(inner, shards)
+    inner = inner if shards.labels is None else in_parts(inner, shards.labels)
     axis, exact = shards.axis, Hop(shards.axis, identity(), off())
     kept = classic() if feedback is None else feedback
     (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
@@ -134,25 +141,30 @@ def unsharded(
     if feedback is not None and codec is None and gather is None:
         raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
 
-    def layout(leaves: Sequence[Tensor]) -> tuple[list[_Cut | None], tuple[int, ...]]:
-        """Return how each leaf is cut, and who owns it."""
+    facts = facts_of(inner)
+
+    def layout(pieces: Tree) -> _Layout:
+        leaves, structure = tree.flatten(pieces)
         cuts = _cuts(shards, leaves)
-        places = [i for i, cut in enumerate(cuts) if cut is not None]
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
-        whole = [torch.empty(cut.shape, dtype=torch.float32, device="meta") for cut in cuts if cut is not None]
-        owner_of = dict(zip(places, plan(whole, axis_size(axis), cost), strict=True))
-        return cuts, tuple(owner_of.get(i, EVERY) for i in range(len(leaves)))
+        shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
+        forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
+        stacks = facts.in_slices(tree.unflatten(structure, forms))
+        is_stack = [flag for flag, cut in zip(stacks, cuts, strict=True) if cut is not None]
+        divided = [form for form, cut in zip(forms, cuts, strict=True) if cut is not None]
+        return _layout(structure, cuts, stacks, iter(plan(divided, axis_size(axis), cost, is_stack)), axis)
 
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
-        leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
-        cuts, owners = layout(leaves)
+        params = tree.map(Tensor.detach, params)
+        form = layout(params)
+        leaves, cuts, owners = form.slices(params), form.cuts, form.owners
         shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in cuts]
         fields = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes, "owners": owners}
         check_agreement(axis, fields, device_of(params))
         # pieces (n / W, ...) -> whole params (n, ...) at their owners: init sends them, so all ranks must call it
         wholes = _own(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
-        state = inner.init(tree.unflatten(structure, wholes))
+        state = inner.init(tree.unflatten(form.inner, wholes))
         roles.check_same_params(state)
         worker, server = [], []
         for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
@@ -162,7 +174,7 @@ def unsharded(
             # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
             wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
             server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
-        errors = ErrorFeedbackState(tuple(worker), tuple(server))
+        errors = ErrorFeedbackState(() if to_owner.exact else tuple(worker), () if to_pieces.exact else tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
     def step(phase: Phase) -> UpdateFn:
@@ -172,8 +184,8 @@ def unsharded(
         def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
             check_state(state, OwnedState)
             tree.check_real(updates, "updates")
-            leaves, structure = tree.flatten(updates)
-            cuts, owners = layout(leaves)
+            form = layout(updates)
+            leaves, cuts, owners = form.slices(updates), form.cuts, form.owners
             check_owners(state, owners)
             coded = phase is not Phase.WARMUP and axis_size(axis) > 1
             gathering, dividing = (to_owner, to_pieces) if coded else (exact, exact)
@@ -182,25 +194,25 @@ def unsharded(
             own = _own(wholes, owners, axis)
             # The params are not brought together. NaN in their place shows up in the updates of a link that reads them.
             shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]
-            inner_params = tree.unflatten(structure, shapes)
+            inner_params = tree.unflatten(form.inner, shapes)
             with flags.unassumed():  # own tensors may be finite where another rank's are not
-                moves, inside = move(tree.unflatten(structure, own), state.inner, inner_params)
+                moves, inside = move(tree.unflatten(form.inner, own), state.inner, inner_params)
                 # A guard inside skips at an owner only; its NaN travels in the pieces, so that all ranks skip.
                 moves, inside = show_failures(moves, state.inner, inside)
             # updates (n, ...) at their owners -> the pieces (n / W, ...) of each rank
             pieces, server = _divided(tree.leaves(moves), leaves, cuts, owners, dividing, state.errors.server)
             # () where they travelled exactly, as in the warm-up: errors wait for the next codes.
             errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
-            return tree.unflatten(structure, pieces), state._replace(inner=inside, errors=errors)
+            return form.joined(pieces, updates), state._replace(inner=inside, errors=errors)
 
         # torch.compile gives up after 8 compilations of one code object, which all these updates would share.
-        return Unsharded(axis, own_code(update))
+        return Unsharded(axis, move, own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
     # Inner needs whole tensors and gets them, so links around this need not know.
-    facts = merged(facts_of(inner)._replace(whole=()), Facts(shards=(axis,)))
-    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
+    outside = merged(facts._replace(whole=()), Facts(shards=(axis,)))
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=outside)
 
 
 def labelled(
@@ -212,14 +224,25 @@ def labelled(
     """
     if isinstance(shards, str) or shards.shapes is None:
         axis = shards if isinstance(shards, str) else shards.axis
-        return named, lambda label: Shards(axis)
+
+        def of_pieces(params: Tree) -> Tree:
+            made = named(params)
+            if parts := [label for label in tree.leaves(made) if isinstance(label, Label)]:
+                wanted, cure = "whole tensors where their shapes are not known", "give fn.Shards with the shapes"
+                raise ValueError(expected("labels", wanted, f"{parts[0]!r}", cure))
+            return made
+
+        return of_pieces, lambda label: Shards(axis)
     whole: Tree = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shards.shapes]
     if labels is not None and not callable(labels):
         structure = tree.flatten(labels)[1]
         whole = tree.unflatten(structure, whole) if not isinstance(labels, tuple) else whole
     labels_of_pieces = named(whole)
     flat = tree.leaves(labels_of_pieces)
-    return labels_of_pieces, lambda label: shards.chosen([i for i, name in enumerate(flat) if name == label])
+    # The whole tensors are shown in parts, behind the exchange; what goes element by element sees pieces as they are.
+    divided = shards._replace(labels=tuple(flat) if any(isinstance(name, Label) for name in flat) else None)
+    pieces = tree.map(str, labels_of_pieces)
+    return pieces, lambda label: divided.chosen([i for i, name in enumerate(flat) if name == label])
 
 
 def _check(inner: Any, shards: Any) -> None:
@@ -281,6 +304,70 @@ class _Cut(NamedTuple):
         table = flat[:, : self.elements].reshape(flat.shape[0] * self.rows, *self.rest)  # (pieces rows, ...)
         # (pieces rows, ...) -> (n, ...) -> (..., n, ...)
         return table[:rows].movedim(0, self.dim)
+
+
+class _Layout(NamedTuple):
+    """How pieces travel. Of stacks whose slices have owners, cuts and owners have an entry for each slice.
+
+    counts: of each leaf, how many slices it has; 0: it is in none. lie: of each leaf, which slices lie here; None where
+    this rank has a piece of each. outer, inner: the structures of the pieces, and of what the inner transform sees.
+    """
+
+    cuts: list[_Cut | None]
+    owners: tuple[int, ...]
+    counts: list[int]
+    lie: list[range | None]
+    outer: Any
+    inner: Any
+
+    def slices(self, pieces: Tree) -> list[Tensor]:
+        """Return the pieces, of stacks their slices; those that lie on other ranks have no elements."""
+        made: list[Tensor] = []
+        for x, count, lie in zip(tree.leaves(pieces), self.counts, self.lie, strict=True):
+            # (e / W, m, n) -> e slices, of which e / W lie here; (e, m / W, n) -> e slices (m / W, n)
+            none = [] if lie is None else [x.new_empty((0, *x.shape[2:]))]
+            made += [x] if not count else x.unbind() if lie is None else none * lie.start + [*x.unbind()]
+            made += [] if lie is None else none * (count - lie.stop)
+        return made
+
+    def joined(self, slices: Sequence[Tensor], pieces: Tree) -> Tree:
+        """Return the tree of pieces, with stacks of slices. pieces: for their shapes."""
+        rest, made = iter(slices), []
+        for x, count, lie in zip(tree.leaves(pieces), self.counts, self.lie, strict=True):
+            parts = [next(rest) for _ in range(max(1, count))]
+            here = parts if lie is None else parts[lie.start : lie.stop]
+            made.append(parts[0] if not count else torch.stack(here) if here else parts[0].new_empty(x.shape))
+        return tree.unflatten(self.outer, made)
+
+
+def _layout(
+    structure: Any, cuts: Sequence[_Cut | None], stacks: Sequence[bool], planned: Iterator[int], axis: str
+) -> _Layout:
+    """Return how leaves travel.
+
+    Args: stacks: which leaves are stacks. planned: the owners of what is divided, of stacks those of each slice.
+    """
+    made = _Layout([], (), [], [], structure, None)
+    owners: list[int] = []
+    here = None if axes.resolve(axis).transport == axes.SIMULATED else axes.own_rank(axis)
+    for cut, is_stack in zip(cuts, stacks, strict=True):
+        count = cut.shape[0] if cut is not None and is_stack else 0
+        of_leaf = [next(planned) for _ in range(max(1, count))] if cut is not None else [EVERY]
+        of_slices, lie = [cut], None
+        if cut is not None and count and cut.dim == 0:
+            of_leaf, of_slices = [k // cut.rows for k in range(count)], [None] * count
+            if here is None:  # simulated ranks have as many slices each, and none of others
+                of_leaf, of_slices, count = [EVERY], [None], 0
+            else:
+                lie = range(min(here * cut.rows, count), min((here + 1) * cut.rows, count))
+        elif cut is not None and count:
+            of_slices = [_Cut(cut.shape[1:], cut.dim - 1, cut.rows)] * count
+        made.cuts.extend(of_slices)
+        made.counts.append(count)
+        made.lie.append(lie)
+        owners += of_leaf
+    seen = tree.unflatten(structure, [tree.Slices((0,) * n) if n else 0 for n in made.counts])
+    return made._replace(owners=tuple(owners), inner=tree.flatten(seen)[1])
 
 
 @cached_plan

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_is_transform
-from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, facts_of
+from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, facts_of, says
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
@@ -86,6 +86,7 @@ class ZeroOneAdam(NamedTuple):
     max_step: float
 
 
+@says(now=True)
 class VarianceStep(NamedTuple):
     """The rule of a variance step."""
 
@@ -101,6 +102,7 @@ class VarianceStep(NamedTuple):
         check_synchronised(read(state.elapsed))
 
 
+@says(now=True)
 class LocalStep(NamedTuple):
     """The rule of a local step; the decay comes with the synchronisation."""
 
@@ -112,6 +114,7 @@ class LocalStep(NamedTuple):
         return self.run(updates, state, params)
 
 
+@says(now=True)
 class SynchronisingStep(NamedTuple):
     """The rule of a synchronising step. average: of the steps since the last one."""
 

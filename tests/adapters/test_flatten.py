@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from ledger_device import LedgerDevice
-from ranks import LIMIT, run
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn.adapters.flatten import FlatParameters
-from fn.transforms import flat_layout as layout
 
 BF16 = torch.bfloat16
 
@@ -151,40 +144,6 @@ def test_gradients_that_exist_are_kept():
     assert memory(params[0].grad) != memory(params[1].grad)
 
 
-def test_gradients_are_joined_without_a_copy():
-    model = net()
-    flat = fn.flatten_parameters(model, None, gradients=True)
-    (buffer,) = flat.gradients.values()
-    grads = [p.grad for p in model.parameters()]
-    for kind, world in (("flat", 1), ("fused", 2)):
-        (bucket,) = layout.buckets(grads, world, 1, kind)
-        assert (sum(g.numel() for g in grads) % 2, layout.join(grads, bucket).data_ptr()) == (0, buffer.data_ptr())
-    (bucket,) = layout.buckets(grads[::-1], 1, 1, "flat")
-    joined = layout.join(grads[::-1], bucket)
-    assert joined.data_ptr() != buffer.data_ptr()
-    assert torch.equal(joined, torch.cat([g.reshape(-1) for g in grads[::-1]]))
-
-
-def train_on_a_rank(flat: bool):
-    model = net()
-    held = fn.flatten_parameters(model, None, gradients=True) if flat else None
-    with fn.bind(init_device_mesh("cpu", (2,), mesh_dim_names=("data",))):
-        make = partial(fn.onebit_adam, axis="data")
-        opt = fn.Optimizer(model.parameters(), make, schedule=fn.freeze_after(3), lr=0.05)
-    torch.manual_seed(torch.distributed.get_rank())
-    for _ in range(5):
-        model(torch.randn(8, 5)).square().mean().backward()
-        opt.step()
-        held.zero_grad() if held else opt.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_on_real_ranks_training_is_bitwise_the_same():
-    plain, flat = run(2, train_on_a_rank, False), run(2, train_on_a_rank, True)
-    for ranks in zip(*plain, *flat, strict=True):
-        assert all(torch.equal(ranks[0], p) for p in ranks)
-
-
 SIZES = [(64, 33), (5,), (0, 3), (1000,), (40, 40), ()]
 
 
@@ -216,36 +175,6 @@ def test_a_device_holds_no_more_than_the_larger_form_and_the_largest_parameter(o
         assert device.peak <= max(model, buffers) + largest
         for p, x in zip(params, forms, strict=True):
             assert torch.equal(device.values(p), x.to(new or old).to(old))
-
-
-HOST = """
-import sys, torch, fn
-dtype = getattr(torch, sys.argv[1])
-params = [torch.nn.Parameter(torch.ones(2 << 20)) for _ in range(16)]  # 16 times 8 MiB
-
-def status(name):
-    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) << 10
-
-small = torch.nn.Parameter(torch.ones(1))
-fn.flatten_parameters([small]).restore()
-start = status("VmRSS")
-flat = fn.flatten_parameters(params, dtype)
-print(status("VmHWM") - start, sum(b.nbytes for b in flat.buffers.values()))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident memory from /proc")
-def test_on_a_cpu_resident_memory_is_bounded_too():
-    """With a malloc that returns large pieces to the system, as glibc's does below its moving threshold."""
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", HOST, "bfloat16"], capture_output=True, text=True, env=env, timeout=LIMIT, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    more, buffers = map(int, done.stdout.split())
-    model, largest = 128 << 20, 8 << 20
-    assert more <= max(0, buffers - model) + largest + (8 << 20)
 
 
 @pytest.mark.gpu

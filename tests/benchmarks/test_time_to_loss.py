@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from ranks import Ended, python
 
-from benchmarks.atlas.paired import rate_at
 from benchmarks.links import time_to_loss_report as report
 from benchmarks.links.time_to_loss_rank import BASE, EXACT, METHODS
-from benchmarks.links.time_to_loss_report import FULL, chosen, curve, key, reached, seconds_to, target
+from benchmarks.links.time_to_loss_report import FULL, curve, key, reached, target
 from benchmarks.measure import machine
 
 ROOT = Path(__file__).parents[2]
@@ -44,13 +43,6 @@ def result() -> dict[str, Any]:
     return {"runs": runs, "seeds": {}, "tuned": {}}
 
 
-def test_seconds_are_linear_between_two_looks() -> None:
-    found = [(50, 10.0, 3.0), (100, 20.0, 2.0), (150, 30.0, 2.5)]
-    assert seconds_to(found, 2.25) == pytest.approx(17.5)
-    assert seconds_to(found, 3.5) == 10.0
-    assert seconds_to(found, 1.9) is None
-
-
 def test_a_loss_that_is_not_reached_has_no_seconds() -> None:
     slow, fast = reached(result(), FULL)
     assert target(result()) == pytest.approx(2.02)
@@ -68,29 +60,11 @@ def test_a_computed_curve_has_losses_by_step_and_seconds_of_timed_steps() -> Non
     assert curve(result(), BASE, "1 Gbit/s") is None
 
 
-def test_rounds_are_timed_as_a_whole() -> None:
-    seconds = [1.0] * EXACT + [7.0] * 32 + [0.1] * 31 + [3.3]
-    assert report.pace(DILOCO, {"seconds": seconds}) == (1.0, pytest.approx(0.2))
-
-
-def test_a_rate_is_chosen_once_the_best_is_at_no_edge() -> None:
-    places = {str(rate_at(3e-3, place)): loss for place, loss in ((-1, 2.2), (0, 2.0), (1, None))}
-    assert chosen({"tuned": {BASE: places}}, BASE) == 3e-3
-    assert chosen({"tuned": {BASE: places | {str(rate_at(3e-3, -1)): 1.9}}}, BASE) is None
-
-
 def test_differences_are_of_the_same_seeds() -> None:
     found = result()
     for name, loss in ((BASE, 2.1), (ONEBIT, 2.12)):
         found["seeds"][key(name, "seed 2")] = looks((100, 0.0, loss)) | {"seed": 2}
     assert "+0.0300 (+0.0200 to +0.0400, 2 seeds)" in report.table(found)
-
-
-def test_the_last_mean_arrives_in_the_last_step() -> None:
-    for steps in (1500, 250, 60):
-        schedule = METHODS[DILOCO].schedule(steps)
-        assert schedule is not None
-        assert schedule(steps - 1).end is not None
 
 
 @pytest.mark.reliability

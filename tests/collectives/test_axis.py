@@ -59,11 +59,6 @@ def test_simulate_hands_out_by_in_dims_and_collects_by_out_dims():
     assert torch.equal(total, mine.sum(1))
 
 
-def test_out_dims_none_refuses_a_result_that_depends_on_the_rank():
-    with pytest.raises(ValueError, match="out_dim"):
-        fn.simulate(lambda x: x + 1, "data", 2, out_dims=None)(torch.ones(2))
-
-
 def test_the_leaf_that_depends_on_the_rank_is_named():
     text = r"^out_dims: expected .* for leaf '{}', which depends on the rank, but got None; .*fn.rank_dims"
     dims = {"a": None, "b": (0, None)}
@@ -201,6 +196,10 @@ def test_rank_dims_marks_errors_as_one_ranks_own_and_the_rest_as_replicated():
     assert sorted(found) == sorted(tree.paths(state))
 
 
+two = ranks.Cases(2)
+
+
+@two
 def in_a_group_without_bind() -> str:
     try:
         fn.axis_size("data")
@@ -223,11 +222,7 @@ def with_a_mesh() -> tuple:
     return sizes, means, unknown
 
 
-def with_a_mapping() -> tuple:
-    with fn.bind({"data": dist.group.WORLD}):
-        return fn.axis_size("data"), float(fn.pmean(torch.tensor(float(dist.get_rank())), "data"))
-
-
+@two
 def seen_by_another_thread() -> tuple:
     """Return what a thread sees of the process group, and of a binding that this thread has entered."""
     found = []
@@ -247,6 +242,7 @@ def seen_by_another_thread() -> tuple:
     return here, *found
 
 
+@two
 def without_names() -> str:
     try:
         fn.bind(init_device_mesh("cpu", (2,)))
@@ -256,7 +252,7 @@ def without_names() -> str:
 
 
 def test_in_a_group_an_unbound_axis_is_an_error_that_says_what_to_do():
-    for text in ranks.run(2, in_a_group_without_bind):
+    for text in two.answer("in_a_group_without_bind"):
         assert "axis: 'data' is not bound" in text
         assert "fn.bind(mesh)" in text
 
@@ -269,19 +265,15 @@ def test_bind_gives_both_axes_of_a_mesh_to_their_groups():
         assert "'data' is not bound; bound are ['local', 'node']" in unknown
 
 
-def test_bind_takes_a_mapping_from_names_to_groups():
-    assert ranks.run(2, with_a_mapping) == [(2, 0.5)] * 2
-
-
 def test_a_process_group_is_process_wide_and_its_binding_is_a_threads_own():
     """Differs: fn.collectives.axis.bind: nothing is process-wide; the binding belongs to the thread that enters it."""
-    for here, group, axis in ranks.run(2, seen_by_another_thread):
+    for here, group, axis in two.answer("seen_by_another_thread"):
         assert (here, group) == (2, 2)
         assert "axis: 'data' is not bound" in axis
 
 
 def test_bind_refuses_a_mesh_without_names_and_says_which_argument_is_missing():
-    assert all("mesh_dim_names" in text for text in ranks.run(2, without_names))
+    assert all("mesh_dim_names" in text for text in two.answer("without_names"))
 
 
 def test_threads_that_enter_one_binding_leave_it_each_for_itself():

@@ -35,16 +35,6 @@ def test_it_is_its_equations(codec, keep, deliver, seed):
         torch.testing.assert_close(error, wanted)
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-def test_keeping_and_taking_all_of_it_is_classic(codec):
-    one, two = fn.decayed(1), fn.classic()
-    a = b = one.init(torch.zeros(16, dtype=torch.float64))
-    for x in rows(0):
-        (first, a), (second, b) = encode(codec, one, x[None], a), encode(codec._replace(fused=None), two, x[None], b)
-        torch.testing.assert_close(codec.decode(first), codec.decode(second))
-        torch.testing.assert_close(a, b)
-
-
 def test_what_waits_fades_and_what_is_delivered_in_part_is_sent_again():
     """keep 0.5: of 1 that has waited for three steps an eighth is left. deliver 0.25: 1 is sent in all four times."""
     codec, fading = fn.top_k(1, 2), fn.decayed(0.5)

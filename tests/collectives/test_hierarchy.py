@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.collectives.compressed import compressed_all_reduce
-from fn.collectives.hierarchy import hops, initial_errors
+from fn.collectives.hierarchy import initial_errors
 
 AXES = ("local", "node")
 WORLDS = [(1, 4), (2, 2), (2, 4), (3, 2), (4, 1)]  # nodes, ranks of each
@@ -71,49 +71,7 @@ def test_two_hops_in_int4_with_damped_errors_follow_the_loop_in_float64(nodes, l
             np.testing.assert_allclose(shard[:, i], expected, rtol=0, atol=1e-12)
 
 
-@given(st.sampled_from(WORLDS), st.integers(1, 3), st.integers(0, 2**31))
-def test_what_was_delivered_plus_both_errors_is_what_was_sent(world, pieces, seed):
-    nodes, local = world
-    n, classic = nodes * local * pieces * 8, fn.classic()
-    codecs = (fn.int4(block=8), fn.sign())
-    step = on_grid(partial(fn.reduce_scatter_mean, axis=AXES, codec=codecs, feedback=classic), nodes, local)
-    xs = torch.randn(4, nodes, local, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    error: Any = (torch.zeros_like(xs[0]), torch.zeros_like(xs[0][..., : n // local]))
-    delivered: Any = 0
-    for x in xs:
-        shard, error = step(x, error)
-        delivered = delivered + shard.transpose(0, 1).flatten()  # in the order of the pieces
-    kept = error[0].mean((0, 1)) + error[1].mean(0).flatten()
-    torch.testing.assert_close(delivered + kept, xs.mean((1, 2)).sum(0), rtol=0, atol=1e-12)
-
-
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,)}
-
-
-@pytest.mark.parametrize("layout", ["flat", "per_tensor", "fused"])
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 2), (2, 4)])
-def test_compressed_average_is_exact_within_the_node_and_in_codes_across(nodes, local, layout):
-    """It is the one-axis mean over nodes of what the node's ranks average exactly, piece by piece."""
-    params = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    tx = fn.compressed_average(AXES, fn.sign(block=8), layout=layout)
-    dims = fn.rank_dims(tx.init(params))
-    state = on_grid(tx.init, nodes, local, in_dims=None, out_dims=dims)(params)
-    update = lambda g, s: tx.compressed_update(g, s, params)  # noqa: E731
-    step = on_grid(update, nodes, local, in_dims=(0, dims), out_dims=(None, dims))
-    sent: Any = dict.fromkeys(SHAPES, 0)
-    delivered = dict(sent)
-    for _ in range(20):
-        g = {name: torch.randn(nodes, local, *shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-        y, state = step(g, state)
-        for name in SHAPES:
-            sent[name] = sent[name] + g[name].mean((0, 1))
-            delivered[name] = delivered[name] + y[name]
-    for (inside, across), (back_inside, back) in zip(state.worker, state.server, strict=True):
-        assert inside == back_inside == ()
-        assert across.shape[-1] == nodes * back.shape[-1]
-    for name in SHAPES:  # the errors stay bounded, so the sums run together: a mean over nodes only would not
-        lag = (sent[name] - delivered[name]).abs()
-        assert not lag.numel() or lag.max() < 8
 
 
 @given(
@@ -176,14 +134,6 @@ def test_the_slow_network_carries_the_codes_of_a_share_only():
     with fn.ledger() as exact:
         on_grid(lambda g: fn.average(AXES).warmup_update([g], (), [g])[0], nodes, local, out_dims=None)(g)
     assert exact.on("node") == 4 * n / local
-
-
-def test_one_codec_is_for_the_last_hop_and_a_tuple_for_each():
-    one = hops(AXES, fn.int4(), fn.damped())
-    assert [hop.codec.bits for hop in one] == [32, 4 + 32 / 256]
-    assert [len(tree.leaves(hop.feedback.init(torch.zeros(8)))) for hop in one] == [0, 3]
-    both = hops(AXES, (fn.int4(), fn.int8()), fn.classic())
-    assert [len(tree.leaves(hop.feedback.init(torch.zeros(8)))) for hop in both] == [1, 1]
 
 
 @pytest.mark.parametrize(

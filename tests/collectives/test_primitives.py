@@ -40,11 +40,6 @@ def test_psum_and_the_exchanges_keep_the_dtype(dtype):
     assert world(lambda x: fn.all_gather(x, "data"), 2, out_dims=None)(x).dtype == dtype
 
 
-def test_pmean_is_the_mean_and_knows_itself_replicated():
-    x = torch.randn(5, 7, dtype=torch.float64)
-    assert torch.allclose(world(lambda x: fn.pmean(x, "data"), 5, out_dims=None)(x), x.mean(0), rtol=1e-14)
-
-
 def test_collectives_take_trees():
     t = {"a": torch.randn(2, 3), "b": (torch.randn(2), torch.randn(2, 0))}
     mean = world(lambda t: fn.pmean(t, "data"), 2, out_dims=None)(t)
@@ -123,16 +118,6 @@ def test_nested_axes_of_equal_size_exchange_along_their_own(order):
     for a in range(2):
         for b in range(2):
             assert torch.equal(gathered[a, b], x[a])
-
-
-def test_a_mean_over_both_axes_is_the_mean_over_all_ranks():
-    x = torch.randn(2, 3, 5, dtype=torch.float64)
-
-    def f(x):
-        return fn.pmean(fn.pmean(x, "local"), "node")
-
-    found = fn.simulate(fn.simulate(f, "local", 3, out_dims=None), "node", 2, out_dims=None)(x)
-    assert torch.allclose(found, x.mean((0, 1)))
 
 
 @pytest.mark.parametrize("shape", [(3,), (), (1, 4)])

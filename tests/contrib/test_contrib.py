@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from fn.__main__ import main
 from fn.planner import methods, traffic
 from fn.planner.network import Cost, network
 
-HERE = Path(fn.__file__).parent / "contrib"
+ROOT = Path(fn.__file__).parents[1]
+HERE = ROOT / "fn/contrib"
 FILES = sorted(HERE.glob("_[a-z]*.py"))
 PUBLIC = (
     "fn.base",
@@ -56,6 +58,17 @@ def test_an_unknown_name_is_refused_with_the_names_that_there_are() -> None:
         fn.contrib.adamw  # noqa: B018
     with pytest.raises(AttributeError, match=r"module 'fn' has no attribute 'demo'"):
         fn.demo  # noqa: B018
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_method_has_a_paragraph_that_names_all_that_is_public_and_its_paper(path: Path) -> None:
+    """The page alone names it, so that a paragraph whose method was deleted misleads, but fails nowhere."""
+    page = (ROOT / "docs/contrib.md").read_text()
+    (paragraph,) = [text for text in page.split("\n\n") if text.startswith(f"**`fn.contrib.{path.stem[1:]}`**")]
+    names = import_module(f"fn.contrib.{path.stem}").__all__
+    assert [name for name in names if not re.search(rf"`fn\.contrib\.{name}\b", paragraph)] == []
+    paper = re.search(r"\d{4}\.\d{5}", getattr(fn.contrib, path.stem[1:]).__doc__.partition("Paper:")[2])
+    assert paper is None or paper[0] in paragraph
 
 
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])

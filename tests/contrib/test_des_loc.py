@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+import ranks
 import torch
+from recorded_rounds import Case, Method, in_simulation, load, on_this_rank, replay, step_of
 from torch import Tensor
 
 import fn
@@ -36,3 +40,31 @@ def test_loops_and_adapters_can_rely_on_it() -> None:
     params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
     report = fn.testing.check_transform(fn.contrib.des_loc(0.01, axis="data"), params, fn.periods(2, 3, 4, start=2))
     assert report, report
+
+
+RECORDED = load("index.json", Path(__file__).parent / "golden/des_loc")
+each_recorded = pytest.mark.parametrize("case", RECORDED, ids=[case.row["name"] for case in RECORDED])
+
+
+def recorded(case: Case) -> Method:
+    periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
+    hyper = case.hyper["inner"]
+    tx = fn.contrib.des_loc(hyper["lr"], *hyper["betas"], weight_decay=hyper["weight_decay"], axis="data")
+    return Method(tx, fn.periods(*periods))
+
+
+@each_recorded
+def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
+    method = recorded(case)
+    assert 0 < replay(case, method, *in_simulation(case, method.tx)) <= 1
+
+
+def replay_on_rank(case: Case, rank: int) -> float:
+    method, start = recorded(case), case.each("init")
+    return replay(case, method, step_of, method.tx.init(start), start, rank)
+
+
+@each_recorded
+def test_the_recorded_run_is_replayed_by_real_ranks(case: Case) -> None:
+    for found in ranks.run(case.world, on_this_rank, replay_on_rank, [case]):
+        assert 0 < max(found) <= 1

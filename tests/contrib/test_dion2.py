@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden_cases import recorded_form
+from recorded_muon import Case, each_of, labels, replayed
 from simulated import normal
 from torch import Tensor
 
 import fn
-from fn import Phase
+from fn import Phase, roles
 
 W, C = Phase.WARMUP, Phase.COMPRESSED
 
@@ -95,3 +98,30 @@ def test_ranks_send_the_rows_or_columns_that_are_chosen_and_the_rest_waits(choic
 def test_what_is_wrong_is_named(make: Any, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         make()
+
+
+@each_of(Path(__file__).parent / "golden/dion2")
+def test_dion2_follows_its_authors_code(case: Case) -> None:
+    """In the warm-up, in which rows are chosen as there; cut into shards, of which as many are chosen each, too.
+
+    Differs: fn.contrib._dion2.scale_by_dion2: ranks send chosen rows of momenta of their own, and choose by the mean
+        of their sizes; in the authors' code they average all gradients first.
+    """
+    hyper, others, lr = case.hyper, case.places("adamw"), case.hyper["lr"]
+    in_shards = hyper["shard"] is not None
+    tx = fn.contrib.dion2(
+        lr, hyper["ef_decay"], hyper["weight_decay"], axis="data", labels=labels(case),
+        fraction=hyper["fraction"], side="rows" if in_shards else "smaller",
+        blocks=case.world if in_shards and hyper["scope"] == "local" else 1,
+        other=fn.scale_by_adam(*hyper["betas"], hyper["eps"]), other_rate=hyper["scalar_lr"] / lr,
+        scale=hyper["adjust_lr"],
+    )  # fmt: skip
+    for t, params, state in replayed(case, tx, lambda step: W):
+        rows = roles.find(state.inner["muon"], "first_moment")[0]
+        for i, p in enumerate(params):
+            case.hold(p, f"p{i}.param", t)
+        for i, m in zip(case.places("matrix"), rows, strict=True):
+            for of_rank in m:
+                case.hold(of_rank, f"p{i}.momentum", t)
+        for i, v in zip(others, recorded_form(state, "nu", hyper["betas"]), strict=True):
+            case.hold(v, f"p{i}.variance", t)

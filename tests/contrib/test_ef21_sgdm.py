@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from recorded_codes import Case, Made, in_simulation, load, off_here
 from simulated import normal, one_step
 
 import fn
@@ -77,3 +79,35 @@ def test_on_another_number_of_ranks_the_mean_of_what_was_sent_is_still_what_arri
 def test_bad_input_is_refused_by_name(hyper: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         fn.contrib.ef21_sgdm(**{"axis": "data", **hyper})
+
+
+def recorded(case: Case) -> Made:
+    h = case.hyper
+    k, block = h.get("k", h.get("density")), h.get("block")
+    tx = fn.contrib.ef21_sgdm(h["lr"], h["eta"], axis="data", k=k, block=block)
+
+    def look(before: Any, after: Any, g: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+        momentum, mean, total, *_ = after.inner
+        vector = mean.worker[0].split([s.numel() for s in case.shapes])
+        estimates = [v.view(s) for v, s in zip(vector, case.shapes, strict=True)]
+        return {"out": total.total, "estimate": estimates, "v": momentum.mu}
+
+    def begin(state: Any, g: list[torch.Tensor]) -> Any:
+        momentum, *rest = state.inner
+        return state._replace(inner=(momentum._replace(mu=g), *rest))
+
+    return tx, look, begin if h["start"] == "gradient" else None
+
+
+RECORDED = load(Path(__file__).parent / "golden/ef21_sgdm", "index.json")
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=[case.row["name"] for case in RECORDED])
+def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
+    assert 0 < case.off(in_simulation(case, recorded(case))) <= 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
+    for found in ranks.run(world, off_here, recorded, [case for case in RECORDED if case.world == world]):
+        assert 0 < max(found) <= 1, found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
+from golden_cases import recorded_form
 from muon_on_shards import beside_whole_matrices
+from recorded_muon import Case, each_of, labels, replayed
 from simulated import World, normal
 
 import fn
@@ -109,3 +112,25 @@ def test_on_fsdp2s_shards_it_has_the_params_of_whole_matrices_and_sends_nothing_
 def test_what_is_wrong_is_named(make: Any, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         make()
+
+
+@each_of(Path(__file__).parent / "golden/lion_muon")
+def test_lion_muon_follows_its_authors_code(case: Case) -> None:
+    """Whose ranks average gradients; a momentum of each rank has the same mean.
+
+    Differs: fn.contrib._lion_muon.lion_muon: ranks vote between; in the authors' code they average gradients
+        exactly in every step. Every rank takes Muon's step of all matrices; there owners take it, and an all-reduce
+        adds up their updates.
+    """
+    hyper, others = case.hyper, case.places("adamw")
+    lr = hyper["lr"]
+    tx = fn.contrib.lion_muon(
+        lr, hyper["beta1"], hyper["beta2"], hyper["weight_decay"], axis="data", labels=labels(case),
+        lion_rate=hyper["lion_lr"] / lr, votes=False, other=fn.scale_by_adam(*hyper["betas"], hyper["eps"]),
+        other_rate=hyper["scalar_lr"] / lr,
+    )  # fmt: skip
+    for t, params, state in replayed(case, tx, fn.periodic(hyper["period"])):
+        for i, p in enumerate(params):
+            case.hold(p, f"p{i}.param", t)
+        for i, v in zip(others, recorded_form(state, "nu", hyper["betas"]), strict=True):
+            case.hold(v, f"p{i}.variance", t)

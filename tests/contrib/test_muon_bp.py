@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
 from muon_on_shards import beside_whole_matrices
+from recorded_muon import Case, each_of, replayed
 from simulated import normal, one_step, same
 
 import fn
-from fn import Phase, tree
+from fn import Phase, roles, tree
 
 W = Phase.WARMUP
 
@@ -98,3 +100,16 @@ def test_on_fsdp2s_shards_it_has_the_params_of_whole_matrices_and_sends_nothing_
 def test_what_is_wrong_is_named(make: Any, kind: type[Exception], match: str) -> None:
     with pytest.raises(kind, match=match):
         make()
+
+
+@each_of(Path(__file__).parent / "golden/muon_bp")
+def test_muon_bp_follows_the_equations_of_its_paper(case: Case) -> None:
+    hyper = case.hyper
+    tx = fn.contrib.muon_bp(
+        hyper["lr"], hyper["mu"], hyper["weight_decay"], axis="data", dim=hyper["shard"],
+        block_rate=hyper["block_lr"] / hyper["lr"],
+    )  # fmt: skip
+    for t, params, state in replayed(case, tx, fn.periodic(hyper["period"])):
+        for i, (p, m) in enumerate(zip(params, roles.find(state, "first_moment")[0], strict=True)):
+            case.hold(p, f"p{i}.param", t)
+            case.hold(m, f"p{i}.momentum", t)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import ranks
 import torch
+from recorded_codes import Case, Made, in_simulation, load, off_here
 from simulated import normal, one_step
 
 import fn
@@ -18,3 +22,23 @@ def test_without_servers_the_step_goes_along_the_mean_of_the_signs() -> None:
 def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"b: expected a number in \[0, 1\)"):
         fn.contrib.signum_vote(axis="data", b=1.0)
+
+
+def recorded(case: Case) -> Made:
+    h = case.hyper
+    tx = fn.contrib.signum_vote(h["lr"], h["betas"][0], h["weight_decay"], axis="data", ties=h["ties"])
+    return tx, lambda before, after, g: {"mu": after.inner[0].mu}, None
+
+
+RECORDED = load(Path(__file__).parent / "golden/signum_vote", "index.json")
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=[case.row["name"] for case in RECORDED])
+def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
+    assert 0 < case.off(in_simulation(case, recorded(case))) <= 1
+
+
+@pytest.mark.parametrize("world", [3])
+def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
+    for found in ranks.run(world, off_here, recorded, [case for case in RECORDED if case.world == world]):
+        assert 0 < max(found) <= 1, found

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from golden_cases import recorded_form
+from recorded_rounds import Case, exact, in_simulation, inner_of, load, on_this_rank, outer_step, step_of
 from torch import Tensor
 
 import fn
 from fn import Round
-from fn.contrib._sparta import SparseAverageState, chosen
-
-HOST = torch.device("cpu")
 
 
-def places(n: int, piece: int, turn: int, number: int = 0, seed: int = 0) -> list[int]:
-    found = chosen(n, piece, torch.tensor(turn), number, seed, HOST)
-    assert found is not None
-    return [int(i) for i in found]
+def places(sizes: Sequence[int], density: float, turn: int, seed: int = 0) -> list[list[int]]:
+    """Return the numbers of vectors of these sizes that ranks average in a turn: those of 0 and 2 that become 1."""
+    tx = fn.contrib.sparse_average("data", density, seed=seed)
+
+    def on_rank(x: list[Tensor]) -> Any:
+        return tx.compressed_update(x, tx.init(x)._replace(turn=torch.tensor(turn)), x)[0]
+
+    found = fn.simulate(on_rank, "data", 2)([torch.stack([torch.zeros(n), torch.full((n,), 2.0)]) for n in sizes])
+    return [(x[0] == 1).nonzero().flatten().tolist() for x in found]
 
 
 def test_one_number_of_each_piece_is_chosen() -> None:
-    for turn in range(50):
-        found = places(23, 5, turn)
-        assert [i // 5 for i in found] == [0, 1, 2, 3, 4]
-        assert max(found) < 23
+    for turn in range(5):
+        for found in places([23] * 10, 1 / 5, turn):
+            assert [i // 5 for i in found] == [0, 1, 2, 3, 4]
+            assert max(found) < 23
 
 
 def test_turns_tensors_and_seeds_have_other_shares() -> None:
-    first = places(2000, 10, 7)
-    for other in (places(2000, 10, 8), places(2000, 10, 7, number=1), places(2000, 10, 7, seed=1)):
+    first, of_other_tensor = places([2000, 2000], 1 / 10, 7)
+    for other in (places([2000], 1 / 10, 8)[0], of_other_tensor, places([2000], 1 / 10, 7, seed=1)[0]):
         alike = sum(a == b for a, b in zip(first, other, strict=True))
         assert 5 <= alike <= 40  # of 200 pieces a tenth by chance: 20, give or take 4.2
 
@@ -44,14 +50,15 @@ def test_each_number_has_the_same_chance() -> None:
         authors' code draws each element by itself, and broadcasts a mask of a byte per element.
     """
     counts = torch.zeros(23)
-    for turn in range(4000):
-        counts[places(23, 5, turn)] += 1
+    for turn in range(40):
+        for found in places([23] * 100, 1 / 5, turn):
+            counts[found] += 1
     assert counts.sum() == 5 * 4000
     assert (counts[:20] - 800).abs().max() < 110  # 4.3 standard deviations of 25.3
     assert (counts[20:] - 4000 / 3).abs().max() < 130
 
 
-def two_turns(density: float, x: Any) -> tuple[Any, SparseAverageState]:
+def two_turns(density: float, x: Any) -> tuple[Any, Any]:
     tx = fn.contrib.sparse_average("data", density, seed=3)
     state = tx.init(x)
     for _ in range(2):
@@ -73,10 +80,10 @@ def by_hand(density: float, world: int, rank: int) -> list[Tensor]:
     """Return what a rank has after two turns, from positions."""
     held = [of_rank(r) for r in range(world)]
     for turn in range(2):
+        chosen = places([x.numel() for x in held[0]], density, turn, seed=3)
         for number, rows in enumerate(zip(*held, strict=True)):
             flat = torch.stack([x.reshape(-1) for x in rows])
-            at = chosen(flat.shape[1], round(1 / density), torch.tensor(turn), number, 3, HOST)
-            at = torch.arange(flat.shape[1]) if at is None else at
+            at = chosen[number]
             wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
             flat[:, at] = (wide.sum(0) / world)[at].to(flat.dtype)
             for r, x in enumerate(rows):
@@ -234,3 +241,94 @@ def test_loops_and_adapters_can_rely_on_it() -> None:
 def test_it_needs_no_whole_tensors_and_its_ranks_differ() -> None:
     facts = fn.contrib.sparse_average("data", 1 / 3).facts
     assert facts == fn.Facts(axes=("data",), unequal=True, averages=facts.averages)
+
+
+RECORDED = load("index.json", Path(__file__).parent / "golden/sparta")
+
+
+def recorded(case: Case, t: int) -> fn.Transform:
+    """Average what the recorded mask of a step says: the originals draw it in three ways, and broadcast it."""
+    masks = [mask[t, 0].bool() for mask in case.each("mask")]
+
+    def share(updates: list[Tensor], params: list[Tensor]) -> list[Tensor]:
+        pairs = zip(masks, updates, fn.pmean(updates, "data"), strict=True)
+        return [torch.where(mask, mean, own) for mask, own, mean in pairs]
+
+    sync = fn.stateless(share)._replace(facts=fn.Facts(axes=("data",), unequal=True))
+    return fn.average_params(inner_of(case.hyper["inner"]), sync)
+
+
+def replay_sparta(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    """Take all steps, from gradients at our own params; return how far off anything was, in units of the tolerance."""
+    gradients, worst = case.gradients(rank), [0.0]
+    for t in range(int(case.hyper["steps"])):
+        params, state = step(recorded(case, t), Round(0, 0), gradients(t, params), state, params)
+        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
+        for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
+            if f"p0.{name}" in case.arrays:
+                leaves = recorded_form(state.inner, field, case.hyper["inner"].get("betas"))
+                worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
+    return max(worst)
+
+
+class TwiceState(NamedTuple):
+    """States of `average_params` and of `outer`, whose own inner optimizer rests."""
+
+    shared: Any
+    rounds: Any
+
+
+def sparta_diloco(case: Case) -> fn.Transform:
+    return fn.outer(fn.scale_by_learning_rate(0.0), outer_step(case.hyper["outer"]), exact())
+
+
+def init_both(case: Case) -> fn.Transform:
+    """Return a transform that only has an init: of both states."""
+    first, second = recorded(case, 0), sparta_diloco(case)
+    return first._replace(init=lambda params: TwiceState(first.init(params), second.init(params)))
+
+
+def both(tx: tuple[fn.Transform, fn.Transform], when: Round, g: Any, s: TwiceState, p: Any) -> tuple[Any, Any]:
+    """Take a step of SPARTA, and behind it the exchange of a round of DiLoCo, if there is one."""
+    shared, rounds = tx
+    p, of_shared = step_of(shared, Round(0, 0), g, s.shared, p)
+    p, of_rounds = rounds.exchange.take(when, s.rounds, p)
+    return p, TwiceState(of_shared, of_rounds)
+
+
+def replay_both(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    gradients, worst = case.gradients(rank), [0.0]
+    for t in range(int(case.hyper["steps"])):
+        when = Round(0, 0) if case.arrays["applied"][t] >= 0 else Round()
+        tx = recorded(case, t), sparta_diloco(case)
+        params, state = step(tx, when, gradients(t, params), state, params)
+        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
+        for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
+            leaves = recorded_form(state.shared.inner, field, case.hyper["inner"].get("betas"))
+            worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
+    return max(worst)
+
+
+def replayed(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    return (replay_both if case.row["method"] == "sparta_diloco" else replay_sparta)(case, step, state, params, rank)
+
+
+def how(case: Case) -> tuple[fn.Transform, Any]:
+    """Return what makes the state, and what takes a rank's step."""
+    return (init_both(case), both) if case.row["method"] == "sparta_diloco" else (recorded(case, 0), step_of)
+
+
+@pytest.mark.parametrize("case", RECORDED, ids=[case.row["name"] for case in RECORDED])
+def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
+    assert 0 < replayed(case, *in_simulation(case, *how(case))) <= 1
+
+
+def replay_on_rank(case: Case, rank: int) -> float:
+    start, (first, of_rank) = case.each("init"), how(case)
+    return replayed(case, of_rank, first.init(start), start, rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
+    for found in ranks.run(world, on_this_rank, replay_on_rank, [case for case in RECORDED if case.world == world]):
+        assert 0 < max(found) <= 1

@@ -227,7 +227,9 @@ def test_every_module_and_file_that_a_page_names_exists(page: Path):
     top = {path.name for path in ROOT.iterdir()}
     for quoted in re.findall(QUOTED, page.read_text()):
         name = re.fullmatch(NAME, quoted)
-        if name and name[1].startswith("fn."):
+        if name and name[1].startswith("fn.contrib."):  # whoever deletes a method finds it on one page only
+            assert page.name == "contrib.md", quoted
+        elif name and name[1].startswith("fn."):
             assert exists(name[1], "fn", set()), quoted
         if re.fullmatch(A_PATH, quoted) and quoted.partition("/")[0] in top:
             assert is_path(quoted), quoted

@@ -13,6 +13,7 @@ import pytest
 from ranks import python
 
 import fn
+from fn.planner.recommend import PICKS
 
 README = Path(__file__).parents[2] / "README.md"
 OPTIONAL = {"cupy", "deepspeed", "numba", "triton", "torch_npu", "intel_extension_for_pytorch", "mpi4py"}
@@ -45,6 +46,40 @@ def test_the_readme_shows_python_and_all_of_it_runs_in_order(tmp_path):
     said = re.search(r"4000 bytes, loss (\d+); 134 bytes, loss (\d+); (\d+)$", README.read_text(), re.MULTILINE)
     assert said
     assert losses == pytest.approx(list(map(int, said.groups())), rel=0.05)
+
+
+def diffs() -> list[str]:
+    """Return the README's changes of the script that is its first block."""
+    return re.findall(r"^```diff\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def changed(script: str, diff: str) -> str:
+    """Return the script with a change, whose lines stand there once, one behind the other."""
+    lines = diff.splitlines()
+    old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in f" {sign}") for sign in "-+")
+    assert script.count(old) == 1, old
+    return script.replace(old, new)
+
+
+def test_the_picks_are_short_changes_of_a_short_script():
+    assert len(blocks()[0].splitlines()) <= 25
+    assert len(diffs()) >= 5
+    assert max(len(diff.splitlines()) for diff in diffs()) <= 6
+    calls = ("average_gradients", "fn.sign_muon", "fn.muloco", "fsdp.compress", "OnebitAdam")
+    assert all(call in diff and call in pick.code for call, diff, pick in zip(calls, diffs(), PICKS, strict=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("diff", ["", *diffs()], ids=lambda diff: (re.findall(r"fn\.\w+(?=[,(])", diff) or ["ddp"])[-1])
+def test_each_pick_trains_the_script_under_torchrun(diff, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(changed(blocks()[0], diff) if diff else blocks()[0])
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    ended = python(*launch, PYTHONPATH=str(README.parent))
+    assert ended.returncode == 0, ended.stderr
+    shown = re.findall(r"^step (\d+): loss ([\d.]+)$", ended.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in shown] == [50, 100, 150, 200]
+    assert float(shown[-1][1]) < 0.9 * float(shown[0][1])
 
 
 def with_examples() -> list[str]:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import chains
 import pytest
 import ranks
 import torch
-from golden_cases import recorded_form
 from own_pieces import (
     WHOLE,
     encoded_again,
@@ -23,34 +21,23 @@ from own_pieces import (
     times,
     whole,
 )
-from recorded_rounds import FOLDER, Case, in_simulation, load, on_this_rank, step_of
+from recorded_rounds import (
+    Case,
+    Method,
+    fragments,
+    in_simulation,
+    inner_of,
+    load,
+    on_this_rank,
+    outer_step,
+    replay,
+    step_of,
+)
 from torch import Tensor
 
 import fn
-from fn import Round, tree
+from fn import tree
 from fn.collectives.codecs.codec import unpack
-from fn.transforms.average_params import AverageParamsState
-
-
-class Method(NamedTuple):
-    """How a run is replayed. tx, schedule: what runs. momentum: what ours is multiplied by to be the recorded one."""
-
-    tx: fn.Transform
-    schedule: Callable[[int], fn.Phase | Round]
-    momentum: float = 1.0
-
-
-def adamw(case: Case) -> fn.Transform:
-    inner = case.hyper["inner"]
-    assert inner["kind"] == "adamw"
-    moments = fn.scale_by_adam(*inner.get("betas", (0.9, 0.999)))
-    return fn.chain(moments, fn.add_decayed_weights(inner["weight_decay"]), fn.scale_by_learning_rate(inner["lr"]))
-
-
-def sgd(case: Case) -> fn.Transform:
-    outer = case.hyper["outer"]
-    return fn.chain(fn.trace(outer["momentum"], outer["nesterov"]), fn.scale_by_learning_rate(outer["lr"]))
-
 
 QUANTISERS: dict[str, Callable[[dict[str, Any], int], fn.Codec]] = {
     "statistical": lambda outer, n: fn.bins(outer["quantization_bins"], outer["quantization_range"]),
@@ -74,7 +61,8 @@ def muloco(case: Case, *, rate_twice: bool = True) -> Method:
     sync = fn.in_basis(WHOLE, mean)
     if fed_back and rate_twice:
         sync = fn.chain(times(outer["lr"]), sync)
-    return Method(fn.outer(adamw(case), sgd(case), sync), fn.every(case.hyper["H"]))
+    rounds = fn.outer(inner_of(case.hyper["inner"]), outer_step(case.hyper["outer"]), sync)
+    return Method(rounds, fn.every(case.hyper["H"]))
 
 
 CODES: dict[str, Callable[[dict[str, Any]], fn.Transform]] = {
@@ -83,17 +71,13 @@ CODES: dict[str, Callable[[dict[str, Any]], fn.Transform]] = {
 }
 
 
-def fragments(case: Case) -> list[list[int]]:
-    return case.hyper.get("fragments") or [[*range(case.count)]]
-
-
 def coded(case: Case) -> Method:
     """DiLoCo, streaming or not, with differences in codes and without error feedback."""
     hyper, parts = case.hyper, fragments(case)
     number = {i: f for f, places in enumerate(parts) for i in places}
     tx = fn.outer(
-        adamw(case),
-        sgd(case),
+        inner_of(case.hyper["inner"]),
+        outer_step(case.hyper["outer"]),
         CODES[hyper["code"]](hyper),
         fragments=lambda params: [number[i] for i in range(len(params))],
         alpha=hyper.get("alpha", 0.0),
@@ -101,88 +85,14 @@ def coded(case: Case) -> Method:
     return Method(tx, fn.every(hyper["H"], fragments=len(parts), delay=hyper.get("tau", 0)))
 
 
-def desloc(case: Case) -> Method:
-    periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
-    return Method(fn.average_params(adamw(case), fn.contrib.sparse_average("data", 1.0)), fn.periods(*periods))
-
-
-def noloco(case: Case, *, over_rate: bool = True) -> Method:
-    """NoLoCo, in the recorded pairs. The momentum there is lr b. over_rate: whether `pull` is gamma / lr, or gamma."""
-    outer = case.hyper["outer"]
-    rule = fn.chain(fn.trace(outer["momentum"]), fn.scale_by_learning_rate(outer["lr"]))
-
-    def partners(turn: int, ranks: int) -> list[int]:
-        groups = case.hyper["pairs"][turn % len(case.hyper["pairs"])]
-        return [next(p for group in groups for p in group if rank in group and p != rank) for rank in range(ranks)]
-
-    pull = outer["gamma"] / outer["lr"] if over_rate else outer["gamma"]
-    mean = fn.contrib.pair_average("data", pull=pull, pairs=partners)
-    tx = fn.contrib.own_anchors(fn.average("data"), adamw(case), rule, mean)
-    return Method(tx, fn.every(case.hyper["H"]), momentum=outer["lr"])
-
-
 METHODS: dict[str, Callable[[Case], Method]] = {
     "muloco_quantized": muloco,
     "streaming_coded": coded,
     "diloco_coded": coded,
-    "desloc": desloc,
-    "noloco": noloco,
 }
 
 CASES = [c for name in ("codecs", "methods") for c in load(f"index_{name}.json") if c.row["method"] in METHODS]
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
-
-
-def outer_state(state: Any) -> Any:
-    """Return the state of local steps, whatever is around it."""
-    return tree.instances(state, (fn.OuterState, AverageParamsState))[0]
-
-
-def errors_of(state: fn.OuterState, case: Case) -> list[tuple[int, Tensor]]:
-    """Return the number of each tensor and its error; `in_basis` has those of short tensors first."""
-    workers = [error for each in tree.fields(state.sync, "worker") for error in each]
-    sizes = [x.numel() for x in case.each("init")]
-    assert len(workers) == len({*sizes}) == case.count
-    return [*zip(sorted(range(case.count), key=lambda i: sizes[i]), workers, strict=True)]
-
-
-def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them."""
-    gradients, parts = case.gradients(rank), fragments(case)
-    begun, ended, worst = [0] * case.count, [0] * case.count, [0.0]
-    for t in range(int(case.hyper["steps"])):
-        when = method.schedule(t)
-        with fn.ledger() as sent:
-            params, state = step(method.tx, when, gradients(t, params), state, params)
-        assert (sent.total > 0) == (when.begin is not None)
-        assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
-        own = outer_state(state)
-        whose = rank if "anchor" in fn.roles.rank_local(own) else (rank or 0)
-        mu, nu = (recorded_form(own.inner, field, case.hyper["inner"].get("betas")) for field in ("mu", "nu"))
-        for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
-            worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
-        if "p0.anchor" not in case.arrays:
-            continue
-        if when.begin is not None:
-            for i in parts[when.begin % len(parts)]:
-                if when.end is None:
-                    worst.append(case.off(own.pending[i], f"p{i}.mean", begun[i], whose))
-                begun[i] += 1
-        if when.begin is not None and "p0.error" in case.arrays:
-            for i, error in errors_of(own, case):
-                kept = error[..., : case.each("init")[i].numel()].reshape(params[i].shape)
-                worst.append(case.off(kept, f"p{i}.error", begun[i] - 1, rank))
-        if when.end is not None:
-            fragment = when.end % len(parts)
-            (momenta,) = tree.fields(own.outer[fragment], "mu")
-            for place, i in enumerate(parts[fragment]):
-                buffer = method.momentum * momenta[place]
-                worst.append(case.off(own.anchor[i], f"p{i}.anchor", ended[i], whose))
-                worst.append(case.off(buffer, f"p{i}.outer_momentum", ended[i], whose))
-                ended[i] += 1
-    for i in range(case.count):
-        assert "p0.anchor" not in case.arrays or ended[i] == len(case.arrays[f"p{i}.anchor"]) > 1
-    return max(worst)
 
 
 @each_case
@@ -199,15 +109,13 @@ def replay_on_rank(case: Case, rank: int) -> float:
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
     cases = [case for case in CASES if case.world == world]
-    assert len(cases) > 2
+    assert cases
     for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
         assert 0 < max(found) <= 1
 
 
-def test_every_method_is_there_and_the_recordings_are_what_was_recorded() -> None:
+def test_every_method_is_there() -> None:
     assert {case.row["method"] for case in CASES} == {*METHODS}
-    for case in CASES:
-        assert hashlib.sha256((FOLDER / case.row["file"]).read_bytes()).hexdigest() == case.row["sha256"]
 
 
 def test_the_linear_codec_is_one() -> None:
@@ -249,23 +157,6 @@ def test_the_outer_rate_counts_once_here(case: Case) -> None:
     for p, ours, theirs in zip(start, state.anchor, case.each("anchor"), strict=True):
         torch.testing.assert_close(theirs[0, 0] - p, case.hyper["outer"]["lr"] * (ours - p), rtol=0, atol=2e-6)
         assert (theirs[0, 0] - ours).abs().max() > 1e-3
-
-
-def of_noloco() -> pytest.MarkDecorator:
-    found = [c for c in CASES if c.row["method"] == "noloco" and c.hyper["outer"]["lr"] != 1]
-    assert found
-    return pytest.mark.parametrize("case", found, ids=[case.row["name"] for case in found])
-
-
-@of_noloco()
-def test_the_recorded_gamma_is_pull_times_the_outer_rate(case: Case) -> None:
-    """With gamma itself as `pull` the params leave the recorded ones; with gamma / lr the run is replayed above.
-
-    Differs: fn.contrib._no_loco.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
-    """
-    method = noloco(case, over_rate=False)
-    with pytest.raises(AssertionError, match=r"p0\.param row \d+: off by"):
-        replay(case, method, *in_simulation(case, method.tx))
 
 
 SHAPES = [(6, 10), (7,), (4, 3)]

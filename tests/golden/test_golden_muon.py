@@ -2,67 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import chains
-import numpy as np
 import pytest
 import torch
 from golden_cases import recorded_weight
+from recorded_muon import FOLDER, Case, each_of, load, replayed, replayed_at
 from torch import Tensor
 
 import fn
 from fn import Phase, roles
 
-FOLDER = Path(__file__).parent / "muon"
-
-
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.row["hyper"]
-        return found
-
-    @property
-    def world(self) -> int:
-        return int(self.hyper["world"])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.hyper["shapes"]))]
-
-    def places(self, kind: str) -> list[int]:
-        return [i for i, given in enumerate(self.hyper["kinds"]) if given == kind]
-
-    def gradients(self, params: list[Tensor], step: int) -> list[Tensor]:
-        """Return those of all ranks, (W, shape), at params that all ranks have."""
-        a, c, noise = (self.each(name) for name in ("a", "c", "noise"))
-        grads = [x * (p - y) + n[step] for x, p, y, n in zip(a, params, c, noise, strict=True)]
-        for j, first, end in self.hyper.get("zero", ()):
-            grads[j] = torch.zeros_like(grads[j]) if first <= step < end else grads[j]
-        return grads
-
-    def hold(self, ours: Tensor, name: str, step: int) -> None:
-        recorded = self.arrays[name][step].astype(np.float64)
-        limit = self.row["tolerance"] * max(1.0, float(np.abs(recorded).max()))
-        np.testing.assert_allclose(ours.double().numpy(), recorded, rtol=0, atol=limit, err_msg=f"{name} {step}")
-
-
-RECORDED = json.loads((FOLDER / "index_muon.json").read_text())["cases"]
-ROWS = [row for row in RECORDED if row["name"] != "muon_w2_flatten"]  # a defect of the original
-each_row = pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
-
-
-def case_of(row: dict[str, Any]) -> Case:
-    assert hashlib.sha256((FOLDER / row["file"]).read_bytes()).hexdigest() == row["sha256"]
-    return Case(row, dict(np.load(FOLDER / row["file"])))
+CASES = [case for case in load(FOLDER, "index_muon.json") if case.row["name"] != "muon_w2_flatten"]  # a defect there
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
 
 
 def muon(case: Case, kind: str, **more: Any) -> fn.Transform:
@@ -85,17 +38,7 @@ def replay(case: Case, tx: fn.Transform, kind: str) -> None:
 
     Kinds are replayed one by one, because a run may have both AdamW and Lion; tensors do not see each other.
     """
-    params = case.each("init")
-    dims = fn.rank_dims(tx.init(params))
-    state = fn.simulate(tx.init, "data", case.world, in_dims=None, out_dims=dims)(params)
-
-    def step(g: Any, s: Any, p: Any) -> Any:
-        updates, s = tx.update(Phase.WARMUP)(g, s, p)
-        return fn.apply_updates(p, updates), s
-
-    run = fn.simulate(step, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims))
-    for t in range(int(case.hyper["steps"])):
-        params, state = run(case.gradients(params, t), state, params)
+    for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
         for i in case.places(kind):
             case.hold(params[i], f"p{i}.param", t)
         for name, role in (("momentum", "first_moment"), ("variance", "second_moment")):
@@ -116,22 +59,20 @@ def hold_moments(case: Case, state: Any, kind: str, name: str, role: str, step: 
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["replicated", "owned"])
-@each_row
-def test_the_recorded_run_is_replayed(row: dict[str, Any], owned: bool) -> None:
+@each_case
+def test_the_recorded_run_is_replayed(case: Case, owned: bool) -> None:
     """From gradients at our own params.
 
     Differs: fn.muon_optimizers.muon: the iterations are in float32 unless dtype=torch.bfloat16 is given, which all
         originals use.
     """
-    case = case_of(row)
     for kind in sorted({*case.hyper["kinds"]}):
         replay(case, muon(case, kind, owned=owned), kind)
 
 
 def test_the_run_of_shards_is_replayed_on_shards() -> None:
     """Each of four ranks has its rows of params and momenta; of the vector of 11 elements the last one has two."""
-    (row,) = [row for row in ROWS if row["hyper"].get("shard") is not None]
-    case = case_of(row)
+    (case,) = [case for case in CASES if case.hyper.get("shard") is not None]
     assert case.hyper["shard"] == 0
     tx = muon(case, "matrix", shards=fn.Shards("shard", *shapes_and_dims(case)))
     params, shapes = case.each("init"), [tuple(shape) for shape in case.hyper["shapes"]]
@@ -164,3 +105,23 @@ def in_rows(x: Tensor, world: int) -> Tensor:
     rows = -(-x.shape[0] // world)
     padding = x.new_zeros((world * rows - x.shape[0], *x.shape[1:]))
     return torch.cat([x, padding]).view(world, rows, *x.shape[1:])
+
+
+@each_of(FOLDER, "index_sign_muon.json")
+def test_signs_of_muon_follow_their_authors_code(case: Case) -> None:
+    """Where ties are 0, without servers; with an odd number of ranks there are none."""
+    hyper = case.hyper
+    sent = "directions" if hyper["variant"].endswith("signmuon") else "momenta"
+    tx = chains.sign_muon(
+        hyper["lr"], hyper["mu"], hyper["weight_decay"], votes=sent, servers=case.world % 2 == 1,
+        axis="data", scale=None, flatten=True,
+    )  # fmt: skip
+    for t, w, params, _ in replayed_at(case, tx, lambda step: Phase.COMPRESSED, None):
+        for i, (x, p) in enumerate(zip(w, params, strict=True)):
+            case.hold(p, f"p{i}.param", t)
+            case.hold(x, f"p{i}.at", t)
+
+
+def test_every_recording_is_replayed() -> None:
+    files = {case.row["file"] for index in ("index_muon.json", "index_sign_muon.json") for case in load(FOLDER, index)}
+    assert files == {path.name for path in FOLDER.glob("*.npz")}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
-import chains
 import pytest
 import ranks
 import torch
@@ -17,22 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.adapters.deepspeed import transforms as deepspeed
-from fn.collectives.profiling import Observer
 from fn.inplace.match import in_place
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16), (130, 130)]
-CASES = [
-    {},
-    {"layout": "per_tensor"},
-    {"codec": deepspeed.codec(2), "b1": 0.3, "weight_decay": 0.1},
-    {"servers": False, "weight_decay": 0.1},
-]
-
-
 def gradients(step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -47,47 +35,6 @@ def bits(t: object) -> list[torch.Tensor]:
 
 def same(a: object, b: object) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(bits(a), bits(b), strict=True))
-
-
-def beside_the_pure_chain() -> None:
-    """Train with an observer and without one, and by the pure chain."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    for hyper in CASES:
-        make, schedule = partial(chains.onebit_adam, axis="data", **hyper), fn.freeze_after(2)
-        ours, watched = ([torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES] for _ in range(2))
-        with fn.bind(mesh):
-            opt, other = (fn.Optimizer(p, make, schedule=schedule, lr=1e-2) for p in (ours, watched))
-            update = make(lr=1e-2).compressed_update
-        for step in range(8):
-            if step == 2:  # the moments of a warm-up agree but for rounding
-                plain = [p.detach().clone() for p in ours]
-                state = tree.map(torch.clone, opt.states[0])
-            for params in (ours, watched):
-                for p, g in zip(params, gradients(step), strict=True):
-                    p.grad = g
-            opt.step()
-            observer = Observer().start()
-            other.step()
-            observer.stop()
-            assert same([ours, opt.states], [watched, other.states]), (step, hyper)
-            if step < 2:
-                continue
-            with fn.bind(mesh):
-                _, state = update(gradients(step), state, plain)
-            mine, pure = opt.states[0].inner[1], state.inner[1]
-            assert same([mine.mu, mine.sync], [pure.mu, pure.sync]), (step, hyper)
-            if step != 5:
-                (worker, *_), (server, *_) = mine.sync
-                assert worker.any(), (step, hyper)
-                assert server == () if "servers" in hyper else server.any(), (step, hyper)
-                kept = sum(float(e.double().square().sum()) for e in tree.leaves(mine.sync))
-                assert observer.kept == pytest.approx(kept, rel=1e-4)
-        assert opt.skipped == 1
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_errors_are_those_of_the_pure_chain(world):
-    ranks.run(world, beside_the_pure_chain)
 
 
 def staged_twice() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import chains
 import pytest
@@ -13,13 +12,8 @@ from torch import Tensor
 import fn
 from fn import Phase, tree
 from fn.adapters.optim.core import stage_purely
-from fn.collectives import transports
-from fn.collectives.axis import Axis, Binding
-from fn.inplace.memory import memory_of
 from fn.inplace.own_memory import in_own_memory
 from fn.kernels import flags
-from fn.transforms.adam import Adam
-from fn.transforms.decay_and_lr import Decay
 
 SHAPES = [(12, 8), (8, 12), (12, 8), (5,), (6, 3, 3, 3), (0, 4), ()]
 
@@ -80,63 +74,6 @@ def test_no_number_changes_and_nobody_else_is_written_over(make, dtype):
         for got, want in ((found, wanted), ((grads, state, params), given)):
             assert all(map(torch.equal, tree.leaves(got), tree.leaves(want)))
         state = found[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("dion", [False, True]),  # AdamW's update is not known to be new
-        ("a chain", [True]),
-        ("chains in a chain", [True]),
-        ("a link that keeps them", [True]),  # behind the scale by shape they are new
-        ("labels that keep them", [True, True]),
-        ("a mask", [False]),
-    ],
-)
-def test_a_decay_writes_into_what_is_known_to_be_new(name, expected, monkeypatch):
-    written, applied = [], Decay.applied
-
-    def noted(rule: Decay, updates: Any, params: Any, out: Any = None) -> Any:
-        before = [memory_of(x) for x in tree.leaves(updates)]
-        found = applied(rule, updates, params, out)
-        written.append(before == [memory_of(x) for x in tree.leaves(found)])
-        return found
-
-    monkeypatch.setattr(Decay, "applied", noted)
-    tx, params = MAKES[name](), [x for x in tensors(0) if x.ndim > 1 and x.numel()] + tensors(0)[3:4] * (name == "dion")
-    in_own_memory(tx.update(Phase.COMPRESSED))(params, tx.init(params), params)
-    assert written == expected
-
-
-@pytest.fixture
-def two_alike():
-    """Bind "data" to two ranks, of which the other one says what this one says."""
-    name = transports.register("alike", transports.Transport(
-        all_to_all=torch.clone, all_gather=lambda x: torch.stack([x, x]), psum=lambda x: x.mul_(2)
-    ))  # fmt: skip
-    with Binding({"data": Axis(2, torch.tensor(0), name)}):
-        yield
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("eps", [1e-6, 0.0])
-def test_adams_direction_and_its_trust_ratio_are_written_over_the_mean_of_gradients(two_alike, dtype, eps):
-    tx, params = fn.lamb(0.1, eps=eps, weight_decay=0.1, axis="data"), tensors(0, dtype)
-    update, state, means = tx.update(Phase.WARMUP), tx.init(params), list[Any]()
-    for t in range(3):
-        grads = tensors(100 * (t + 1), dtype)
-        given = tree.map(torch.clone, (grads, state, params))
-        wanted = update(*given)
-        with mock.patch.object(Adam, "applied", lambda *args, **more: means.append(args[1]) or applied(*args, **more)):
-            found = in_own_memory(update)(grads, state, params)
-        for got, want in ((found, wanted), ((grads, state, params), given)):
-            assert all(map(torch.equal, tree.leaves(got), tree.leaves(want)))
-        is_over = [memory_of(x) == memory_of(mean) for x, mean in zip(found[0], means.pop(), strict=True) if x.numel()]
-        assert all(is_over) if dtype != torch.bfloat16 and eps else not any(is_over)
-        state = found[1]
-
-
-applied = Adam.applied
 
 
 def muon(**hyper: Any) -> fn.Transform:

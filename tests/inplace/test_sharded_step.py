@@ -18,8 +18,6 @@ from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.transports import tcp
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
-from fn.transforms import flat_layout as layouts
-from fn.transforms.sharded import shard_of
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -89,27 +87,6 @@ def test_a_sharded_step_in_place_is_the_pure_step(world, own_connections):
             assert max(differences) < (3e-6 if exact else 1e-2), (hyper, differences)
             for mine, pure in sent[1:3] + sent[6:]:
                 assert mine == pure, hyper
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7])
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
-@pytest.mark.parametrize("end_to_end", [False, True])
-def test_rows_are_those_of_the_joined_vector_and_are_written_back(world, layout, end_to_end):
-    sizes = [5, 0, 9, 1, 64]
-    found = torch.randn(sum(sizes))
-    leaves = list(found.split(sizes)) if end_to_end else [torch.randn(n) for n in sizes]
-    for bucket in layouts.buckets(leaves, world, 4, layout):
-        mine = [leaves[i] for i in bucket.leaf_indices]
-        rows, joined = [*layouts.rows_of(leaves, bucket)], layouts.join(leaves, bucket)
-        assert torch.equal(torch.cat(rows), joined)
-        assert all(map(torch.equal, mine, layouts.split(joined, bucket)))
-        for r in range(world):
-            assert torch.equal(shard_of(leaves, bucket, torch.tensor(r)), rows[r])
-        into = [torch.full_like(x, float("nan")) for x in mine]
-        layouts.split_into(into, joined, bucket)
-        assert all(map(torch.equal, mine, into))
-        if layout == "fused" and end_to_end and world > 1:
-            assert rows[0].data_ptr() == found.data_ptr()
 
 
 @pytest.mark.parametrize("link", [fn.scale_by_onebit_adam(sync=fn.compressed_average("data", fn.sign())),

@@ -16,18 +16,6 @@ from fn.kernels import flags
 AS_ON_A_DEVICE = partial(mock.patch.object, flags, "is_on_host", lambda flag: False)
 
 
-def test_a_flag_of_a_device_is_known_only_where_it_is_assumed_and_is_collected_there():
-    with AS_ON_A_DEVICE():
-        assert flags.known(torch.tensor(True)) is None
-        assert flags.read(torch.tensor(False)) is False
-        with flags.assumed() as found:
-            assert flags.known(torch.tensor(True)) is True
-            assert flags.read(torch.tensor(False)) is True
-        assert [bool(flag) for flag in found] == [True, False]
-        assert not flags.all_of(found)
-        assert not flags.are_assumed()
-
-
 def trained(make: Any, params: list[torch.Tensor], schedule: Any, bad: dict[int, str]) -> tuple[Any, Any, int, int]:
     """Train, with a NaN in the gradients or in the state before some steps; return what is left."""
     groups = [{"params": [torch.nn.Parameter(p.clone())]} for p in params]

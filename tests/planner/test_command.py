@@ -15,8 +15,12 @@ import torch
 from ranks import LIMIT, python
 
 from fn.__main__ import main
-from fn.planner import calibrate, page
-from fn.planner.network import Cost, Link
+from fn.planner import calibrate, page, traffic
+from fn.planner.methods import methods
+from fn.planner.network import Cost, Link, network
+from fn.planner.predict import plan
+from fn.planner.recommend import PICKS, measured, recommend
+from fn.planner.units import show_seconds
 
 LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
 NVLINK = "plan --params 1.3e9 --world 8 --intra 7.2tbit --compute 350ms"
@@ -36,17 +40,84 @@ def test_the_example_line(capsys, tmp_path):
         assert any(line.startswith(method) and topology in line for line in text.splitlines())
 
 
-def test_each_method_is_shown_on_its_fastest_topology(capsys, tmp_path):
+def blocks(capsys):
+    """Return what was printed, in the parts between empty lines."""
+    return [part.splitlines() for part in capsys.readouterr().out.strip().split("\n\n")]
+
+
+def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(capsys, tmp_path):
     main([*LINE.split(), "--json", str(tmp_path / "plan.json")])
+    said, title, picks, *_ = blocks(capsys)
+    found = json.loads((tmp_path / "plan.json").read_text())
+    made = found["recommendation"]
+    assert len(said) <= 3
+    assert said == made["lines"]
+    assert title == ["1,300,000,000 parameters; 64 ranks in 8 nodes of 8; 900 Gbit/s, 5 us inside a node; 10 Gbit/s, "
+                     "30 us between nodes"]  # fmt: skip
+    assert len(picks) == 2 + 1 + len(PICKS)
+    adamw = min(row["step"] for row in found["predictions"] if row["method"] == "adamw")
+    assert f"AdamW under DDP takes {show_seconds(adamw)}." in said[0]
+    taken = next(pick for pick in made["picks"] if pick["name"] == made["take"])
+    assert taken["time"] == min(pick["time"] for pick in made["picks"])
+    rows = {(row["method"], row["topology"]): row["step"] for row in found["predictions"]}
+    assert rows["sign_muon", made["topology"]] == taken["step"] < 0.1 * adamw
+    ratio, low, high = taken["steps"]
+    assert low < ratio < high < 1
+    assert taken["time"] == pytest.approx([x * taken["step"] / adamw for x in taken["steps"]])  # it has no warm-up
+    assert said[1].startswith("Time to the same loss: ")
+    assert "a small model" in said[1]
+    assert said[2].startswith("Or keep your optimizer, with adamw, int4 gradients (two-level): ")
+
+
+def test_where_nothing_pays_it_says_to_stay_with_ddp(capsys, tmp_path):
+    main([*NVLINK.split(), "--json", str(tmp_path / "plan.json")])
+    said, *_ = blocks(capsys)
+    assert said[0].startswith("Stay with DDP: adamw takes ")
+    assert len(said) <= 3
+    assert json.loads((tmp_path / "plan.json").read_text())["recommendation"]["take"] is None
+
+
+def test_the_time_to_the_same_loss_counts_the_warm_up_of_the_runs(tmp_path, capsys):
+    main([*LINE.split(), "--json", str(tmp_path / "plan.json")])
+    found = json.loads((tmp_path / "plan.json").read_text())
+    step = {row["method"]: row["step"] for row in reversed(found["predictions"])}  # of the fastest topology
+    picks = {pick["name"]: pick for pick in found["recommendation"]["picks"]}
+    for name, row in (("onebit_adam", "onebit_adam"), ("muloco, int8", "diloco, int8")):
+        data = measured()["methods"][name]
+        whole = data["warm_up"] * step[data["warm_up_as"]] + (1 - data["warm_up"]) * step[row]
+        assert data["warm_up"] > 0
+        assert picks[name]["time"][0] == pytest.approx(picks[name]["steps"][0] * whole / step["adamw"])
+
+
+def test_an_interval_that_holds_one_is_shown_and_counts_as_one():
+    made = planned_here()
+    picks = {c.name: c for c in recommend(made).picks}
+    held = {name: data["interval"][0] <= 1 <= data["interval"][1] for name, data in measured()["methods"].items()}
+    assert {held[name] for name in picks} == {True, False}
+    for name, c in picks.items():
+        data = measured()["methods"][name]
+        assert c.steps == (1.0 if held[name] else data["ratio"], *data["interval"])
+        if not data["warm_up"]:
+            assert c.time[0] == c.steps[0] * c.prediction.step / made.of("adamw").step
+
+
+def planned_here():
+    net = network(4, 1, Cost(1e-4, 1e9), Cost(1e-4, 1e9))
+    return plan(methods(traffic.model(10**8), net), net, 0.3, 10**8, memory=1.6e13)
+
+
+def test_contrib_shows_every_method_on_its_fastest_topology(capsys, tmp_path):
+    main([*LINE.split(), "--contrib", "--json", str(tmp_path / "plan.json")])
     found = json.loads((tmp_path / "plan.json").read_text())["predictions"]
     first = {row["method"]: row["topology"] for row in reversed(found)}
-    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()[2:]
+    lines = next(part for part in blocks(capsys) if part[0].startswith("method "))[2:]
     assert len(lines) == len(first) < len(found)
+    assert "demo" in first
     assert all(any(line.startswith(name) and first[name] in line for line in lines) for name in first)
 
 
 def test_turning_ranks_of_factors_and_density(capsys):
-    main([*LINE.split(), "--rank", "1/8", "--density", "1/1000"])
+    main([*LINE.split(), "--all", "--rank", "1/8", "--density", "1/1000"])
     text = capsys.readouterr().out
     assert "powersgd_adamw, rank 1/8" in text
     assert "dion, rank 1/8" in text
@@ -120,6 +191,8 @@ def test_the_warm_up_is_counted_against_the_gain(capsys):
         ("--params 1e9 --compute 1s --world 9 --per-node 4 --inter 1gbit --intra 1tbit", "whole nodes"),
         ("--params 1e9 --compute 1s --world 2 --intra 1gbit --inter-latency 50ms", "--inter-latency: is of no use"),
         ("--params 1e9 --compute 1s --world 2 --inter 1gbit --intra-latency 50ms", "--intra-latency: is of no use"),
+        ("--params 1e9 --compute 1s --world 2 --intra 1gbit --bucket-efficiency 1/2", "--bucket-efficiency: is of no"),
+        ("--params 1e9 --compute 1s --world 2 --inter 1gbit --whole-efficiency 1.2", "'1.2' is not a part"),
         ("--params 1e9 --compute 1s --calibrate", "no job is running"),
     ],
 )
@@ -177,7 +250,10 @@ def test_links_that_were_measured_go_into_the_page(monkeypatch, capsys, tmp_path
 
 @pytest.mark.parametrize(
     ("job", "flag", "text"),
-    [(ONE_NODE, "--intra", "1gbit"), (ONE_NODE, "--intra-latency", "1ms"), (ALL_NODES, "--inter", "1gbit")],
+    [
+        (ONE_NODE, "--intra", "1gbit"), (ONE_NODE, "--intra-latency", "1ms"), (ALL_NODES, "--inter", "1gbit"),
+        (ALL_NODES, "--whole-efficiency", "0.9"),
+    ],
 )
 def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):

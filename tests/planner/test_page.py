@@ -17,10 +17,11 @@ from ranks import LIMIT
 
 from fn.__main__ import main
 from fn.planner import page, traffic
-from fn.planner.command import MEMORY
+from fn.planner.command import MEMORY, TCP_BUCKETS, TCP_WHOLE
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Plan, plan
+from fn.planner.recommend import recommend
 
 PARAMS = 1_300_000_000
 LINE = f"plan --params {PARAMS} --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
@@ -104,7 +105,8 @@ def at(setting: Setting) -> str:
 
 
 def planned(setting: Setting, *, tensors: int = 150, width: int = 4, **more) -> Plan:
-    net = network(*setting[1:3], Cost(setting.intraLatency, setting.intra), Cost(setting.interLatency, setting.inter))
+    inter = Link(Cost(setting.interLatency, setting.inter), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+    net = network(*setting[1:3], Cost(setting.intraLatency, setting.intra), inter)
     compared = methods(traffic.model(setting.params, tensors, width), net, local_steps=setting.round, **more)
     return plan(compared, net, setting.compute, setting.params, memory=MEMORY)
 
@@ -115,6 +117,7 @@ def check(shown: str, made: Plan) -> None:
     expected = {(p.method.name, p.method.topology): (p.step, p.method.size) for p in made.predictions}
     assert found == {key: pytest.approx(numbers, rel=1e-9) for key, numbers in expected.items()}
     assert ("Compression pays: " in shown) == made.pays
+    assert "\n".join(recommend(made).lines) in shown
 
 
 @pytest.mark.slow

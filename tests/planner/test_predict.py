@@ -288,3 +288,22 @@ def test_ranks_of_factors_and_density_are_what_is_sent():
     assert many["powersgd_adamw, rank 8"] == pytest.approx(8 * few["powersgd_adamw, rank 1"], rel=1e-3)
     assert many["dion, rank 8"] == many["powersgd_adamw, rank 8"]
     assert many["sparse_loco"] == pytest.approx(16 * few["sparse_loco"], rel=0.1)
+
+
+def test_owned_over_two_axes_takes_adamws_step_and_a_quarter_of_one_axis_in_codes():
+    eight_nodes = network(64, 8, Cost(5e-6, 9e11), Cost(3e-5, 1e10))
+    found = planned(1_300_000_000, eight_nodes, 0.35)
+    steps = {(p.method.name, p.method.topology): p.step for p in found.predictions}
+    assert steps["muon, int8", "two-level"] < 2.4 < 8 < steps["muon, int8", "flat"]
+    assert steps["muon", "two-level"] == pytest.approx(steps["adamw", "two-level"], rel=0.05)
+    assert steps["muon", "flat"] > 30
+
+
+def test_a_late_message_travels_behind_the_whole_next_step():
+    """max(computation + coding, coding + communication), and the outer step is part of the coding."""
+    for compute, message in ((0.1, 3000), (0.001, 30000)):
+        parts = (part(1.0, message),)
+        late = predict(Method("m, late", "flat", True, parts, False, delay=1), FLAT, compute, 0.004)
+        alone = predict(Method("m", "flat", True, parts, False), FLAT, compute, 0.004).communication
+        assert late.step == pytest.approx(max(compute + 0.004, 0.004 + alone))
+        assert not late.method.in_every_step

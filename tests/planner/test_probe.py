@@ -186,6 +186,7 @@ def test_two_ranks_are_planned_for_from_their_own_script(tmp_path):
     assert "the median of 4 steps in which DistributedDataParallel did not average" in text
     assert "own communication" not in text
     assert "measured on 'data': all_to_all" in text
+    assert re.search(r"^  messages in buckets: \d+ % of the bandwidth of whole ones, as that step", text, re.MULTILINE)
     assert re.search(r"^73 parameters; 2 ranks; ", text, re.MULTILINE)
     rows = {row["method"]: row for row in json.loads(out.read_text())["predictions"]}
     assert rows["adamw"]["bytes"] == 73 * 4

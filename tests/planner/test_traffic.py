@@ -43,9 +43,11 @@ def counted_of(messages: list[Message]) -> Counter[tuple[str, str]]:
     return +found
 
 
-def step(tx: fn.Transform, phase: fn.Phase | fn.Round, ranks: traffic.Ranks) -> fn.Ledger:
-    """Count a step over SHAPES on simulated ranks."""
-    params = [torch.ones(shape) for shape in SHAPES]
+def step(
+    tx: fn.Transform, phase: fn.Phase | fn.Round, ranks: traffic.Ranks, shapes: tuple[traffic.Shape, ...] = SHAPES
+) -> fn.Ledger:
+    """Count a step over tensors of these shapes on simulated ranks."""
+    params = [torch.ones(shape) for shape in shapes]
 
     def run(x):
         state = tx.init(params)
@@ -86,6 +88,7 @@ RECIPES = {
     "adamw, int8 gradients": [partial(in_codes, fn.int8())],
     "adamw, int4 gradients": [partial(in_codes, fn.int4())],
     "adamw, fp8 gradients": [partial(in_codes, fn.fp8())],
+    "adamw, int4 gradients, late": [fn.late(partial(in_codes, fn.int4()))],
 }
 """Rows of what is no named optimizer, but something that a user writes."""
 
@@ -105,7 +108,7 @@ MAKES = {
     "loco_adamw, int4, int8 back": [partial(fn.loco_adamw, gather=fn.int8(), master=True)],
     "powersgd_adamw, rank 4": [fn.powersgd_adamw],
     "dion, rank 1/4": [fn.dion],
-    "muon": [fn.muon],
+    "muon": [fn.muon, fn.normuon],
     "muon, int8": [partial(fn.muon, codec=fn.int8())],
     "sign_muon": [fn.sign_muon],
     "lion_vote": [fn.lion_vote],
@@ -117,6 +120,11 @@ MAKES = {
     "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
     "sparse_loco": [fn.sparse_loco],
+    "adamw, late": [fn.late(fn.adamw)],
+    "onebit_adam, late": [fn.late(fn.onebit_adam)],
+    "muon, late": [fn.late(fn.muon)],
+    "muon, int8, late": [fn.late(partial(fn.muon, codec=fn.int8()))],
+    "sign_muon, late": [fn.late(fn.sign_muon)],
 }
 CONTRIB = rows(contrib=True)[len(rows()) :]
 MAKES |= {row.name: [getattr(fn.contrib, row.name.partition(",")[0])] for row in CONTRIB}
@@ -131,8 +139,13 @@ def test_every_named_optimizer_of_fn_has_a_row():
     assert named - {"SDP4Bit"} == public >= {"adamw", "diloco", "dion"}
     assert {row.name for row in table} == set(MAKES)
     for row in (row for row in table if row.name not in RECIPES):
-        made = {getattr(make, "func", make).__name__ for make in MAKES[row.name]}
+        made = {getattr(original(make), "func", original(make)).__name__ for make in MAKES[row.name]}
         assert made == {row.name.partition(",")[0], *row.alike}
+
+
+def original(make):
+    """Return what `fn.late` was given, and others as they are."""
+    return getattr(make, "__wrapped__", make)
 
 
 def exchanges(row):
@@ -165,6 +178,18 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     if row.local and isinstance(ranks, tuple):
         each = [message for _, part in method.each_step for message in part]
         assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)
+
+
+@pytest.mark.parametrize("name", ["muon", "muon, int8", "sign_muon", "dion2, rows 1/4"])
+def test_experts_count_by_slices(name):
+    """As they are owned, voted on and chosen from where a label says that a stack is hidden."""
+    shapes = ((5,), (3, 7), (3, 6, 5), (4, 16, 8))
+    (row,) = [row for row in rows(contrib=True) if row.name == name]
+    labels = ["hidden" if len(shape) > 1 else "other" for shape in shapes]
+    phase = fn.Phase.COMPRESSED if row.compressed else fn.Phase.WARMUP
+    for make in MAKES[name]:
+        book = step(make(axis="data", labels=labels), phase, 3, shapes)
+        assert Counter(book.sent) == counted_of(method_of(row, traffic.Model(shapes), 3).messages)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

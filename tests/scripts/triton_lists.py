@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fn  # noqa: F401  it defines the ops that references use
-from fn.kernels import known_answers, reference
+from fn.kernels import known_answers
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks
 from fn.kernels.reference import REFERENCES
@@ -175,30 +175,6 @@ def check_whole_blocks() -> None:
     compare("momentum_encode", (lists[2], lists[1], 0.9, error, torch.rand(2, 1, generator=draw), valid, runs))
     half = [[x.view(2, 2, -1).transpose(0, 1)] for (x,) in lists]  # dense, and in no usual order
     compare("adamw_", (*half, 0.9, 0.99, *DESCENT, False), torch.clone)
-
-
-def check_integers() -> None:
-    """Many small segments, several a program, whole and with ends."""
-    for width, segments, size, real in ((4, 40, 64, 64), (8, 9, 256, 256), (8, 3, 64, 63), (4, 1, 4096, 4096)):
-        runs, valid = [segments, size], torch.full((2, segments), real)
-        x = torch.randn((2, segments * size), generator=draw)
-        compare("quantize", (x, valid, runs, width))
-        codes, scales = reference.codes.quantize(x, valid, runs, width)
-        pair = torch.stack([codes, codes], 1), torch.stack([scales, scales], 1)
-        compare("dequantize_mean", (*pair, valid, runs, width))
-        error = reference.codes.quantize(x / 9, valid, runs, 8)
-        compare("quantize_feedback", (x, *error, 0.75, valid, runs, width))
-
-
-def check_floats_of_8_bits() -> None:
-    """Numbers of every size, many small segments a program, whole and with ends."""
-    for mantissa, segments, size, real in ((3, 40, 64, 64), (2, 9, 256, 256), (3, 3, 64, 63), (2, 1, 4096, 4096)):
-        runs, valid = [segments, size], torch.full((2, segments), real)
-        x = torch.randn((2, segments * size), generator=draw).double()
-        x = (x * 10.0 ** torch.randint(-8, 3, x.shape, generator=draw)).float()
-        compare("quantize_fp8", (x, valid, runs, mantissa))
-        codes, scales = reference.codes.quantize_fp8(x, valid, runs, mantissa)
-        compare("dequantize_fp8", (torch.stack([codes] * 2, 1), torch.stack([scales] * 2, 1), valid, runs, mantissa))
 
 
 def check_addresses() -> None:

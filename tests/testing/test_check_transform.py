@@ -22,7 +22,6 @@ PARAMS = {"w": torch.linspace(-1, 1, 20).view(5, 4), "b": torch.linspace(0.5, 1,
 METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
     **{optimizer.name: (optimizer.make, optimizer.schedule) for optimizer in OPTIMIZERS},
     **{method.name: (method.make, method.schedule) for method in CODES},
-    "powersgd_adamw": (fn.powersgd_adamw, fn.freeze_after(10)),
     "dion": (fn.dion, fn.freeze_after(10)),
     "diloco": (fn.diloco, fn.every(500, start=10)),
     "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),

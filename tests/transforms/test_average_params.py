@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fn
@@ -93,31 +90,6 @@ def test_a_warm_up_is_that_of_the_inner_optimizer_and_may_not_follow_local_steps
         tx.warmup_update(g, state, p)
 
 
-def test_a_warm_up_step_that_is_not_finite_is_skipped_by_all() -> None:
-    tx = guarded(0.1)
-    dims = fn.rank_dims(tx.init(torch.zeros(3)))
-
-    def step(g: Tensor) -> Any:
-        return tx.warmup_update(g, tx.init(torch.zeros(3)), torch.zeros(3))
-
-    g = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, 3.0]])
-    updates, state = fn.simulate(step, "data", 2, out_dims=(None, dims))(g)
-    assert torch.equal(updates, torch.zeros(3))
-    assert int(state.skipped) == 1
-    assert torch.equal(tree.fields(state, "mu")[0], torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_rank_leaves_out_its_own_bad_step_and_still_takes_part(bad: float) -> None:
-    g = gradients(2, 2)
-    g[1, 1, 2] = bad
-    params, state = run(fn.average_params(adam(), EXACT), fn.every(2), g)
-    assert state.dropped.tolist() == [0, 1]
-    assert alike(params)
-    assert params.isfinite().all()
-    assert int(state.left_out) == 0
-
-
 def test_an_average_that_is_not_finite_is_left_out_by_all_and_counted() -> None:
     tx = fn.average_params(fn.scale_by_learning_rate(0.1), EXACT)
     dims = fn.rank_dims(tx.init(torch.zeros(3)))
@@ -179,47 +151,3 @@ def test_a_warm_up_in_a_simulated_loop_takes_params_that_are_each_ranks_own(name
     make, schedule = CHECKED[name]
     params, _ = run(make(0.1), schedule, gradients())
     assert not params.isnan().any()
-
-
-def trained(name: str) -> dict[str, Any]:
-    """Return what a rank of two has after steps of `fn.Optimizer`, of a pure loop, and resumed in the middle."""
-    make, schedule = CHECKED[name]
-    generator = torch.Generator().manual_seed(1)
-    start = [torch.randn(4, 3, generator=generator), torch.randn(3, generator=generator)]
-    mine = torch.Generator().manual_seed(10 + dist.get_rank())
-    all_grads = [[torch.randn(x.shape, generator=mine) for x in start] for _ in range(9)]
-
-    def take(opt: fn.Optimizer, grads: list[Tensor]) -> list[Tensor]:
-        params: list[Tensor] = opt.param_groups[0]["params"]
-        for p, g in zip(params, grads, strict=True):
-            p.grad = g.clone()
-        opt.step()
-        return [p.detach().clone() for p in params]
-
-    with fn.bind({"data": dist.group.WORLD}):
-        opt = fn.Optimizer([torch.nn.Parameter(x.clone()) for x in start], make, schedule=schedule, lr=0.05)
-        tx, pure = make(0.05), [x.clone() for x in start]
-        state = tx.init(pure)
-        for t, grads in enumerate(all_grads):
-            found = take(opt, grads)
-            updates, state = tx.update(schedule(t))(grads, state, pure)
-            pure = fn.apply_updates(pure, updates)
-            if t == 5:
-                saved, held = copy.deepcopy(opt.state_dict()), found
-        again = fn.Optimizer([torch.nn.Parameter(x.clone()) for x in start], make, schedule=schedule, lr=0.05)
-        for p, x in zip(again.param_groups[0]["params"], held, strict=True):
-            p.data.copy_(x)
-        again.load_state_dict(saved)
-        for grads in all_grads[6:]:
-            resumed = take(again, grads)
-    return {"found": found, "pure": pure, "resumed": resumed}
-
-
-@pytest.mark.parametrize("name", CHECKED)
-def test_the_optimizer_takes_the_steps_of_a_pure_loop_and_resumes_bit_for_bit(name: str) -> None:
-    first, second = ranks.run(2, trained, name)
-    for each in (first, second):
-        for ours, theirs in zip(each["found"], each["pure"], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-        for ours, theirs in zip(each["found"], each["resumed"], strict=True):
-            assert torch.equal(ours, theirs)

@@ -69,45 +69,6 @@ def test_a_list_is_cut_and_put_together_as_its_tensors_are(kind, dtype, batch, s
         torch.testing.assert_close(again, basis.back(of_one, x.shape), **within)
 
 
-def test_a_list_of_several_dtypes_and_of_ranks_is_cut_as_its_tensors_are() -> None:
-    basis, shapes = fn.dct(3), [torch.Size([4, 7]), torch.Size([5]), torch.Size([4, 7])]
-    tensors = [numbers(shape, i) for i, shape in enumerate(shapes)]
-    tensors[1] = tensors[1].float()
-    for parts, x in zip(basis.parts_of(tensors), tensors, strict=True):
-        torch.testing.assert_close(parts, basis.into(x))
-    ranks = [torch.stack([x, -2 * x]) for x in tensors]
-    again = torch.func.vmap(lambda xs: basis.tensors_of(basis.parts_of(xs), shapes))(ranks)
-    torch.testing.assert_close(again, ranks)
-    x = tensors[0].clone().requires_grad_()
-    basis.tensors_of(basis.parts_of([x, tensors[2]]), [shapes[0], shapes[2]])[0].square().sum().backward()
-    torch.testing.assert_close(x.grad, 2 * x.detach())
-
-
-def test_another_pair_of_functions_leaves_the_functions_of_lists_behind() -> None:
-    basis = fn.tiles(2)._replace(into=lambda x: [x.reshape(1, -1)])
-    assert basis.all_into is None
-    assert basis.parts_of([torch.zeros(2, 3)])[0][0].shape == (1, 6)
-
-
-@pytest.mark.parametrize("sync", [EXACT, lambda n: EXACT])
-def test_params_are_cut_only_for_what_looks_at_them(sync) -> None:
-    cut = []
-
-    def into(x: Tensor) -> list[Tensor]:
-        cut.append(x)
-        return [x.reshape(1, -1)]
-
-    basis, p, g = Basis(into, lambda parts, shape: parts[0].reshape(shape)), torch.ones(3), torch.zeros(3)
-    for links, count in ([], 1), ([fn.add_decayed_weights(0.1)], 2):
-        inner = (lambda n, links=links: fn.chain(sync(n), *links)) if sync is not EXACT else fn.chain(sync, *links)
-        tx = fn.in_basis(basis, inner)
-        state = tx.init(p)
-        cut.clear()
-        update, _ = tx.update(Phase.COMPRESSED)(g, state, p)
-        assert len(cut) == count
-        assert torch.equal(update, 0.1 * p * len(links))
-
-
 @given(SHAPES, st.integers(1, 11))
 def test_each_chunk_is_a_tile_row_by_row(shape: list[int], tile: int) -> None:
     x = torch.arange(math.prod(shape)).reshape(shape)
@@ -239,12 +200,3 @@ def test_sparse_loco_takes_what_the_senders_of_an_element_say(over: str, share: 
     gradients = torch.eye(2)
     (params,) = run(tx, [torch.zeros(2)], [gradients], fn.every(1))[-1]
     torch.testing.assert_close(params, torch.full((2, 2), -0.1 * share))
-
-
-def test_sparse_loco_trains_tensors_of_any_shape_and_ranks_agree_after_a_round():
-    start = [numbers(shape, i).float() for i, shape in enumerate([(5, 9), (7,), (), (0, 3), (2, 3, 4), (1, 1)])]
-    tx = fn.sparse_loco(axis="data", k=2, tile=4)
-    gradients = [numbers((3, 45), t).float() for t in range(6)]
-    each = run(tx, start, gradients, fn.every(3))
-    assert [all(torch.equal(p, p[:1].expand_as(p)) for p in params) for params in each] == [False, False, True] * 2
-    assert all((p[0] != s).any() for p, s in zip(each[-1], start, strict=True) if s.numel())

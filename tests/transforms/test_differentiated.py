@@ -6,10 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
-from torch.autograd import forward_ad
 
 import fn
 from fn import Phase
@@ -53,21 +50,6 @@ def test_autograd_goes_through_the_steps_of_one_rank(name: str, dtype: torch.dty
     torch.testing.assert_close(found[1].double().sum(), by_w, rtol=1e-3, atol=0)
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has no forward mode of aminmax")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", MAKES)
-def test_dual_numbers_go_through_the_steps_of_one_rank(name: str, dtype: torch.dtype) -> None:
-    """Those of `torch.autograd.forward_ad`, too, which are plain tensors: nothing may be written with `out=`."""
-    w = torch.linspace(-1, 2, 9, dtype=torch.float64)
-    lr, d = torch.tensor(0.01, dtype=torch.float64), 1e-6
-    expected = (after_four_steps(name, lr + d, w) - after_four_steps(name, lr - d, w)) / (2 * d)
-    rate, one = lr.to(dtype), torch.ones((), dtype=dtype)
-    with forward_ad.dual_level():
-        found = forward_ad.unpack_dual(after_four_steps(name, forward_ad.make_dual(rate, one), w.to(dtype))).tangent
-    pushed = torch.func.jvp(lambda r: after_four_steps(name, r, w.to(dtype)), (rate,), (one,))[1]
-    torch.testing.assert_close(torch.stack([found, pushed]).double(), expected.expand(2), rtol=1e-3, atol=0)
-
-
 UPDATES: dict[str, tuple[Any, Phase]] = {
     "average": (lambda axis: fn.average(axis, fn.int8()), WARMUP),
     "signs": (lambda axis: fn.compressed_average(axis, fn.sign()), COMPRESSED),
@@ -77,32 +59,6 @@ UPDATES: dict[str, tuple[Any, Phase]] = {
     "sharded in codes": (lambda axis: fn.loco_adamw(axis=axis), COMPRESSED),
 }
 REFUSED = "is not differentiable, as no collective is"
-
-
-def refusals(leaves: int) -> dict[str, str]:
-    return {name: refusal(name, leaves) for name in UPDATES}
-
-
-def refusal(name: str, leaves: int) -> str:
-    make, phase = UPDATES[name]
-    params = [torch.ones(9) for _ in range(leaves)]
-    with fn.bind({"data": dist.group.WORLD}):
-        tx = make("data")
-        state = tx.init(params)
-        grads = [torch.ones(9, requires_grad=True) for _ in params]
-        with torch.no_grad():
-            tx.update(phase)(grads, state, params)
-        try:
-            tx.update(phase)(grads, state, params)
-        except ValueError as error:
-            return str(error)
-    return "was taken"
-
-
-@pytest.mark.parametrize("leaves", [1, 2])
-def test_processes_refuse_to_differentiate_a_mean_in_codes(leaves: int) -> None:
-    for found in ranks.run(2, refusals, leaves):
-        assert {name: REFUSED in text for name, text in found.items()} == dict.fromkeys(UPDATES, True), found
 
 
 @pytest.mark.parametrize("leaves", [1, 2])

@@ -219,47 +219,6 @@ def test_other_feedbacks_are_followed(feedback):
     assert lost < {"Off": 0.8, "StoredClassic": 0.1}.get(type(feedback.rule).__name__, 0.5)
 
 
-ALIKE = [(12, 8), (8, 12), (12, 8), (6, 3, 3, 3), (12, 8), (5,), (6, 3, 3, 3), (6, 27), (3, 2), (3, 2)]
-OPTIONS = {
-    "classic": {"rank": 2},
-    "a rank by shape": {"rank": 0.3},
-    "stored": {"rank": 2, "feedback": fn.classic(store=torch.int8)},
-    "off": {"rank": 2, "feedback": fn.off()},
-    "two iterations": {"rank": 2, "iterations": 2},
-    "in codes": {"rank": 2, "mean": fn.compressed_average("data", fn.int8(8), fn.off())},
-    "orthonormal": {"rank": 0.5, "feedback": fn.decayed(1, 0.1), "orthonormal": True},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_equal_shapes_together_are_as_each_tensor_alone(options, dtype):
-    """Whatever order they come in, also as (6, 3, 3, 3) and (6, 27), which count as the same matrix."""
-    tx, like = fn.low_rank_average("data", **options), [torch.zeros(shape, dtype=dtype) for shape in ALIKE]
-    grads = [normal(3, 2, *shape, seed=i).to(dtype) for i, shape in enumerate(ALIKE)]
-    drawn = tx.init(like)
-
-    def on_rank(grads: list[Tensor], places: list[int]) -> tuple[list[list[Tensor]], Any]:
-        params, outs = [like[i] for i in places], []
-        state = tx.init(params)._replace(q=tuple(drawn.q[i] for i in places))
-        for t in range(3):
-            out, state = tx.update(Phase.COMPRESSED)([grads[i][t] for i in places], state, params)
-            outs.append(out)
-        return outs, state
-
-    def ran(places: list[int]) -> tuple[list[list[Tensor]], Any]:
-        dims = (None, fn.rank_dims(tx.init([like[i] for i in places])))
-        return fn.simulate(partial(on_rank, places=places), "data", 2, in_dims=1, out_dims=dims)(grads)
-
-    outs, state = ran([*range(len(ALIKE))])
-    for i in range(len(ALIKE)):
-        alone, after = ran([i])
-        found = [out[i] for out in outs], state.errors[i], state.q[i]
-        torch.testing.assert_close(
-            found, ([out[0] for out in alone], after.errors[0], after.q[0]), rtol=1e-3, atol=1e-4
-        )
-
-
 REFUSED = [
     ({"rank": 0}, ValueError, "rank: expected a whole number of at least 1, but got 0"),
     ({"rank": 1.5}, ValueError, "rank: expected"),
@@ -405,3 +364,14 @@ def test_a_state_of_other_params_is_refused():
 
     with pytest.raises(ValueError, match=r"^state: expected one for 1 tensors, but got 2; a state belongs"):
         fn.simulate(step, "data", 2)(torch.ones(2, 5, 4))
+
+
+@pytest.mark.reliability
+def test_a_step_of_powersgd_compiles_to_one_graph() -> None:
+    tx, params = fn.powersgd_adamw(axis="data"), [normal(12, 8), normal(5, seed=1)]
+    dims, g = fn.rank_dims(tx.init(params)), [normal(2, 12, 8), normal(2, 5)]
+    state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(params)
+    step = fn.simulate(tx.compressed_update, "data", 2, in_dims=(0, dims, None), out_dims=(None, dims))
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(g, state, params)
+    torch.testing.assert_close(tree.leaves(compiled), tree.leaves(step(g, state, params)))

@@ -143,10 +143,37 @@ def test_the_weight_of_a_convolution_is_a_matrix_if_it_is_told_so() -> None:
     for a, b, x in zip(made, expected, g, strict=True):
         assert a.shape == x.shape
         torch.testing.assert_close(a, b.view(x.shape), rtol=0, atol=2e-6)
-    with pytest.raises(
-        ValueError, match=r"leaf '0' to be a matrix, but got shape \(6, 3, 2, 2\); .* pass flatten=True"
-    ):
-        fn.scale_by_muon().init(g)
+
+
+@pytest.mark.parametrize("link", [fn.orthogonalize, fn.scale_by_muon, fn.scale_by_neuron_norm])
+def test_a_stack_is_as_many_matrices(link: Any) -> None:
+    """Of any number of dimensions, beside matrices of the same shape and those without elements; longer than a batch,
+    too."""
+    g = [numbers(3, 6, 4), numbers(2, 2, 6, 4, seed=1), numbers(6, 4, seed=2), numbers(5, 4, 6, seed=3)]
+    g += [torch.zeros(0, 6, 4), torch.zeros(2, 0, 4)]
+    each, tx = [x for z in g if z.numel() for x in z.reshape(-1, *z.shape[-2:])], link()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fn.transforms.muon.BATCH", 60)
+        made, _ = tx.local_update(g, tx.init(g), g)
+    apart, _ = tx.local_update(each, tx.init(each), each)
+    assert [x.shape for x in made] == [x.shape for x in g]
+    for ours, theirs in zip([x for z in made if z.numel() for x in z.reshape(-1, *z.shape[-2:])], apart, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+def test_rows_of_neuron_norm_are_equally_long_and_the_norm_stays() -> None:
+    """With each step's rows alone, b2 = 0; a row, and a matrix, of zeros stays zero; half precision has a float32 v."""
+    u, tx = numbers(4, 6), fn.scale_by_neuron_norm(0.0)
+    u[2] = 0
+    made, _ = tx.local_update([u, torch.zeros(3, 2)], tx.init([u, torch.zeros(3, 2)]), None)
+    lengths = made[0].norm(dim=1)
+    torch.testing.assert_close(lengths[[0, 1, 3]], lengths[:1].expand(3))
+    torch.testing.assert_close(made[0].norm(), u.norm())
+    assert not made[0][2].any()
+    assert not made[1].any()
+    half = u.bfloat16()
+    out, state = tx.local_update(half, tx.init(half), None)
+    assert (out.dtype, state.nu.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_what_muon_moves_and_what_adamw_does() -> None:

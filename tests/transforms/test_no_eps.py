@@ -43,26 +43,6 @@ def test_what_never_had_a_gradient_stays_and_the_others_move(name, eps, dtype):
     assert all(x.isfinite().all() for x in tree.leaves(opt.states))
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam", "loco_adamw"])
-def test_so_it_is_among_simulated_ranks(name):
-    tx = getattr(fn, name)(lr=1e-2, axis="data", eps=0.0, weight_decay=0.0)
-
-    def run(grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        params = torch.ones(24)
-        state = tx.init(params)
-        for grad, phase in zip(grads, phases_of(name), strict=True):
-            updates, state = tx.update(phase)(grad, state, params)
-            params = fn.apply_updates(params, updates)
-        return params, state.skipped
-
-    grads = torch.stack([torch.stack([gradient(step, rank) for step in range(7)]) for rank in range(2)])
-    params, skipped = fn.simulate(run, "data", 2)(grads)
-    assert skipped.tolist() == [0, 0]
-    assert torch.equal(params[:, :5], torch.ones(2, 5))
-    assert params.isfinite().all()
-    assert (params[:, 5:] != 1).all()
-
-
 def test_adamw_in_float64_is_otherwise_what_it_was():
     """Against the same without zeros: a branch for zeros changes no other number."""
     moves = []

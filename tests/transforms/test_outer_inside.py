@@ -339,30 +339,6 @@ def test_an_island_whose_params_are_not_finite_takes_the_anchor_and_a_fresh_inne
         assert all(map(torch.equal, params, found[0][1]))
 
 
-@four
-def of_large_params() -> dict[str, Any]:
-    """Take rounds with params of one rank so large that it alone cannot tell whether its step in place is finite."""
-    found = {}
-    for name in INNER:
-        params, opt = build(name, schedule=fn.every(20))
-        train(params, opt, range(2))
-        if dist.get_rank() == 3:
-            params[0].data.fill_(torch.finfo(torch.float32).max)
-        train(params, opt, range(2, 4))
-        found[name] = [p.detach().clone() for p in params], opt.dropped, opt.steps
-    return found
-
-
-@pytest.mark.parametrize("name", INNER)
-def test_what_one_rank_of_an_island_cannot_take_in_place_none_of_it_does(name: str) -> None:
-    found = [answers[name] for answers in four.answer("of_large_params")]
-    for params, dropped, steps in found:
-        assert (dropped, steps) == (0, 4)
-        assert all(bool(p.isfinite().all()) for p in params)
-    for here, there in (found[:2], found[2:]):
-        assert all(map(torch.equal, here[0][1:], there[0][1:]))
-
-
 def started_to_part() -> str:
     """Take a round in which something leads the ranks of an island apart; return what is said."""
     params, opt = build("owned", schedule=fn.every(2))

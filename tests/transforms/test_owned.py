@@ -31,6 +31,7 @@ SHAPES = {
     "scalar": (),
     "empty": (0,),
     "d": (6, 5),
+    "stack": (5, 6, 5),
 }
 W, C = Phase.WARMUP, Phase.COMPRESSED
 
@@ -46,10 +47,10 @@ def gradients(world: int, step: int, dtype: torch.dtype = torch.float32) -> dict
 
 
 def inner() -> fn.Transform:
-    """Muon for matrices, AdamW for the rest."""
+    """Muon for matrices and a stack of them, AdamW for the rest."""
     rest = fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(0.05)
     kinds = {"muon": fn.chain(fn.scale_by_muon(), *rest), "adam": fn.chain(fn.scale_by_adam(), *rest)}
-    return fn.partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "adam", params))
+    return fn.partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim > 1 else "adam", params))
 
 
 CODED = {"codec": fn.int8(), "gather": fn.int8()}
@@ -202,13 +203,17 @@ def hold_own(state: OwnedState, simulated: OwnedState, rank: int) -> None:
     ):
         elsewhere = not ours.numel() or path.endswith(".age")  # of an error that another rank has
         assert elsewhere or torch.equal(ours, theirs if dim is None else theirs[rank]), path
-    owners = dict(zip(SHAPES, state.owners.tolist(), strict=True))
+    # of a stack each slice has an owner
+    each = [(name, len(shape)) for name, shape in SHAPES.items() for _ in range(shape[0] if len(shape) == 3 else 1)]
+    owners = state.owners.tolist()
     if not tree.fields(state.inner, "mu"):
         return
-    for label, names in (("muon", ("a", "b", "c", "wide", "d")), ("adam", ("vector", "scalar"))):
+    for label in ("muon", "adam"):
         (moments,) = tree.fields(state.inner[label], "mu")
-        found = dict(zip([k for k in SHAPES if (len(SHAPES[k]) == 2) == (label == "muon")], moments, strict=True))
-        assert {k: found[k].numel() > 0 for k in names} == {k: owners[k] == rank for k in names}
+        of_label = [owner for owner, (_, ndim) in zip(owners, each, strict=True) if (ndim > 1) == (label == "muon")]
+        numbers = [name for name, ndim in each if (ndim > 1) == (label == "muon")]
+        for name, owner, moment in zip(numbers, of_label, moments, strict=True):
+            assert (moment.numel() > 0) == (owner == rank and name != "empty")
 
 
 def test_shares_are_equal_and_each_owner_has_a_batch() -> None:
@@ -226,6 +231,9 @@ def test_shares_are_equal_and_each_owner_has_a_batch() -> None:
     assert len({*plan(params[:3], 8)}) == 3  # more ranks than tensors
     assert plan(params, 4, [1] * 14) != owners
     assert plan(params[:4], 2, lambda params: [5, 1, 1, 1]) == (0, 0, 1, 1)  # equals in turn, what is left to balance
+    stacks = [torch.zeros(3, 8, 8), torch.zeros(8, 8), torch.zeros(4, 8, 8)]
+    assert plan(stacks, 2, None, [True, False, True]) == (0, 1, 0, 1, 0, 1, 0, 1)
+    assert plan(stacks, 2, lambda params: [3, 1, 4], [True, False, False])[:4] == (0, 1, 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +243,7 @@ def test_shares_are_equal_and_each_owner_has_a_batch() -> None:
         (lambda: fn.owned(fn.clip_by_global_norm(1.0), "data"), ValueError, "inner: expected links that treat each"),
         (lambda: fn.owned(fn.stateless(lambda u, p: u), "data"), ValueError, "a link of your own"),
         (lambda: fn.owned(fn.diloco(axis="data"), "node"), ValueError, "inner: expected a transform with phases only"),
-        (lambda: fn.owned(fn.trace(0.9), ("local", "node")), TypeError, "axis: expected the name of one axis"),
+        (lambda: fn.owned(fn.trace(0.9), ("a", "b", "c")), TypeError, "axis: expected the name of one axis, or of two"),
         (lambda: fn.owned("muon", "data"), TypeError, "inner: expected a transform"),
         (
             lambda: fn.owned(fn.trace(0.9), "data", feedback=fn.classic()),
@@ -263,7 +271,7 @@ def test_bad_input_is_refused_by_name(make: Any, kind: type[Exception], text: st
 def test_a_state_of_other_params_is_refused() -> None:
     tx = MAKES["exact"]()
     state, params = tx.init(start()), [torch.zeros(2, 2)]
-    with pytest.raises(ValueError, match=r"state.owners: expected 1 tensors, of which ranks own \[1\], but got 8"):
+    with pytest.raises(ValueError, match=r"state.owners: expected 1 tensors, of which ranks own \[1\], but got 13"):
         tx.update(W)(params, state, params)
 
 

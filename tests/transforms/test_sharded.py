@@ -183,28 +183,6 @@ def test_loco_adamw_follows_the_papers_loop_in_float64(world):
         np.testing.assert_allclose(found["w"], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("guarded_inside", [False, True])
-@pytest.mark.parametrize("master", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_only_one_shard_sees_makes_all_ranks_skip(value, master, guarded_inside):
-    inner = fn.adamw(0.1) if guarded_inside else adam()
-    tx = fn.skip_nonfinite(fn.sharded(inner, "data", fn.int4(8), fn.damped(block=8), master=master))
-    params = {"w": torch.randn(64)}
-    w = World(tx, params, 4)
-    w.step(Phase.COMPRESSED, gradients(4, params))
-    params, state, g = w.params, w.state, gradients(4, params)
-    g["w"][2, 60] = value
-    for phase in (Phase.WARMUP, Phase.COMPRESSED):
-        w.step(phase, g)
-        assert torch.equal(w.params["w"], params["w"])
-        for new, old in zip(tree.leaves(w.state.inner), tree.leaves(state.inner), strict=True):
-            assert torch.equal(new, old)
-    assert w.state.skipped == 2
-    w.step(Phase.COMPRESSED, gradients(4, params))
-    assert w.state.skipped == 2
-    assert not torch.equal(w.params["w"], params["w"])
-
-
 def test_labels_reach_the_inner_of_a_per_tensor_layout():
     params = start()
     labels = {name: "decay" if name == "matrix" else "plain" for name in params}
@@ -214,11 +192,6 @@ def test_labels_reach_the_inner_of_a_per_tensor_layout():
     w.step(Phase.WARMUP, g)
     torch.testing.assert_close(w.params["vector"], params["vector"] - g["vector"].mean(0))
     assert not torch.allclose(w.params["matrix"], params["matrix"] - g["matrix"].mean(0))
-
-
-def test_a_local_phase_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"phase: .*LOCAL.*a sharded optimizer"):
-        fn.sharded(adam(), "data").update(Phase.LOCAL)
 
 
 def test_a_layout_that_does_not_exist_is_refused_by_name():

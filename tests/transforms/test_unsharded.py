@@ -21,14 +21,14 @@ from fn.transforms.unsharded import Shards
 
 W, C = Phase.WARMUP, Phase.COMPRESSED
 
-SHAPES = ((8, 5), (8, 5), (7, 6), (2, 9), (5, 8), (8, 3), (0, 4))
-"""Rows that two and four ranks divide evenly, unevenly, and of which a rank has none."""
+SHAPES = ((8, 5), (8, 5), (7, 6), (2, 9), (5, 8), (8, 3), (0, 4), (3, 5, 4), (3, 7, 4), (2, 4, 3))
+"""Rows that two and four ranks divide evenly, unevenly, and of which a rank has none; and stacks of matrices."""
 
-DIMS = (0, 0, 0, 0, 1, None, 0)
+DIMS = (0, 0, 0, 0, 1, None, 0, 0, 1, 2)
 
 
 SHARDS = Shards("shard", SHAPES, DIMS)
-"""How they are divided: the fifth by columns, the sixth not at all."""
+"""How they are divided: the fifth by columns, the sixth not at all; the stacks by matrices, by rows, by columns."""
 
 
 def gradients(step: int) -> list[Tensor]:
@@ -69,7 +69,7 @@ def muon(inner: fn.Transform, **codes: Any) -> fn.Transform:
 
 INNER = {
     "muon": partial(orthogonalize, scale="max"),
-    "with a state": lambda: fn.chain(fn.trace(0.5), orthogonalize()),
+    "with a state": lambda: fn.chain(fn.trace(0.5), orthogonalize(), fn.scale_by_neuron_norm()),
     "element by element": fn.scale_by_sign,
 }
 CODES: dict[str, dict[str, Any]] = {

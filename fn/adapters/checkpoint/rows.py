@@ -8,6 +8,7 @@ what else is a rank's own, such as 0/1 Adam's local momentum and parameters, bec
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -101,7 +102,29 @@ def to_save(core: Core, extra: Tree = None) -> Snapshot:
     own, owned = own_keys(core), {path for path, mark in marks_of(core).items() if mark == OWNED}
     # Copies, for `save_async` writes while the training goes on; on the CPU a plain `.cpu()` would be no copy.
     copies = {key: torch.empty_like(x, device="cpu").copy_(x.detach()) for key, x in everything(core, extra).items()}
+    if len(core.axes) > 1:
+        copies |= _of_one_shape({key: copies[key] for key in sorted(own)})
     return Snapshot(copies, own, owned, core.steps, device_of(core), _mesh())
+
+
+def _of_one_shape(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's own tensors in the shapes of those of other ranks: rows of one tensor have one shape.
+
+    Over two axes errors of `fn.owned` lie on those ranks only that send a tensor. In the place of none there is NaN.
+    """
+    shapes: list[Any] = [{key: x.shape for key, x in own.items()}] * world()[1]
+    if world()[1] > 1:
+        dist.all_gather_object(shapes, shapes[0])
+    largest = {key: max((of_rank[key] for of_rank in shapes), key=torch.Size.numel) for key in own}
+    blank = {key: math.nan if x.dtype.is_floating_point else 0 for key, x in own.items()}
+    return {key: x if x.numel() else x.new_full(largest[key], blank[key]) for key, x in own.items()}
+
+
+def of_this_rank(core: Core, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was read on as many ranks as saved it, with this rank's own of what all ranks have."""
+    live = flat_state(core)
+    rows = {key: x.rows[0] if isinstance(x, Rows) else x for key, x in found.items()}
+    return {key: x if key not in live or live[key].numel() else live[key] for key, x in rows.items()}
 
 
 def _mesh() -> DeviceMesh | None:
@@ -147,10 +170,9 @@ def moved(core: Core, saved: Mapping[str, Any], old: int) -> dict[str, Tensor]:
     Floating-point numbers of `extra` become their mean over the ranks that saved, as parameters of each rank's own do,
     so that a model's state dict agrees with what the optimizer loads. Others have no mean: all get rank 0's.
 
-    Raises: ValueError for several axes, and if the rows do not fit the layout of the number of ranks they come from.
+    Raises: ValueError for errors of several axes, but those of `fn.owned`, and if the rows do not fit the layout of the
+        number of ranks they come from.
     """
-    if len(core.axes) > 1:
-        raise ValueError(f"checkpoint: is of another world, and its errors of the axes {core.axes} belong to that one")
     size, add = world()[1], partial(_over_ranks, device=device_of(core))
     with core.binding, reshapes.collected() as notes:
         fresh = tuple(unit.transform.init(tree.map(Tensor.detach, unit.params)) for unit in core.units)
@@ -159,7 +181,7 @@ def moved(core: Core, saved: Mapping[str, Any], old: int) -> dict[str, Tensor]:
         # Of all leaves the same rows lie here, so any of them tells which.
         some = next((x for x in states.values() if isinstance(x, Rows)), none)
         there = tree.unflatten(tree.flatten(fresh)[1], [*states.values()])
-        here = tree.by_path(Move(notes, some, add).walk(fresh, there), "state.")
+        here = tree.by_path(Move(notes, some, add, core.axes).walk(fresh, there), "state.")
     firsts = []
     for key, x in saved.items():
         if isinstance(x, Rows) and _has_no_mean(key, x.rows.dtype):

@@ -42,7 +42,6 @@ from fn.collectives.transports.failure_detection import raising_peer_lost, remem
 from fn.collectives.transports.tcp import timeout_of
 from fn.errors import expected
 from fn.roles import OWNED
-from fn.transforms.resharding import Rows
 
 __all__ = ["gather", "load", "save", "save_async"]
 
@@ -141,7 +140,7 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
             state_dict_loader.load(filled, storage_reader=reader)
         found = rows.read(filled, old)
         if old == world()[1]:
-            state = {key: x.rows[0] if isinstance(x, Rows) else x for key, x in found.items()}
+            state = rows.of_this_rank(optimizer, found)
         else:
             logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, world()[1])
             state = rows.moved(optimizer, found, old)

@@ -31,7 +31,7 @@ from fn.collectives.transports.failure_detection import abort_connections, raisi
 from fn.compiling import original
 from fn.errors import RanksDisagree, RefusedByAll, expected
 from fn.inplace.match import in_place
-from fn.inplace.memory import among, check_apart, copy_into, move, written_into
+from fn.inplace.memory import among, check_apart, copy_into, memory_of, move, written_into
 from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, settled
 from fn.kernels import flags
@@ -174,6 +174,10 @@ class Core(torch.optim.Optimizer):
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
         stage_exchange(self, round_).commit()
+
+    def clipped(self, states: list[Tree], role: str) -> list[Tree]:
+        """Return states in which late gradients with a role, those of this rank or their mean, are clipped."""
+        return states
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
         """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
@@ -452,6 +456,8 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
 
     It starts from the present states and from what earlier means change in them, such as residual errors.
     """
+    # Other tensors in the same memory: the next local step gives those of the state another one.
+    states = [roles.replace(state, "taken", partial(tree.map, Tensor.detach)) for state in states]
     # A copy and a number, not the optimizer's: the job may run while the training changes both.
     earlier, steps, device = [*core.flights], core.steps, device_of(core)
     given, live = leaves(states), leaves([unit.state for unit in core.units])
@@ -467,7 +473,9 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         compare = core.announce(number, steps)
         if device.type == "cpu":
             compare()  # on an accelerator whoever queues the job would wait here for the other ranks
+        from_states = core.clipped(from_states, "taken")
         averaged, returned = each(core, "mean", number, from_states, unread)
+        averaged = left_out_together(from_states, core.clipped(averaged, "mean"))
         if any(x is not p for x, p in zip(leaves(returned), leaves(unread), strict=True)):
             wanted = "`mean` to return the params that it got, for local steps move them while it travels"
             cure = "return params in `outer`, or use a schedule without a delay"
@@ -478,6 +486,18 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
 
     landed = core.background.begin(core.binding, device, job)
     return Flight(number, changed, lambda: landed()())
+
+
+def left_out_together(before: list[Tree], after: list[Tree]) -> list[Tree]:
+    """Return the states after a mean; where one of them misses it, all as they were, and all miss it."""
+    flags: list[Tensor] = roles.find(after, "missing")
+    lost = torch.stack([flag.to(flags[0].device) for flag in flags]).any() if flags else None
+    if lost is None or (lost.device.type == "cpu" and not lost):
+        return after
+    instead = [roles.replace(state, "missing", torch.ones_like) for state in before]
+    # On a device a flag is not read: whoever queues a mean does not wait for it.
+    chosen = lambda new, old: new if new is old else torch.where(lost.to(new.device), old, new)  # noqa: E731
+    return instead if lost.device.type == "cpu" else [*map(partial(tree.map, chosen), after, instead)]
 
 
 def arrived(core: Core, number: int) -> dict[int, Tensor]:
@@ -541,6 +561,15 @@ def check_shapes(moves: Tree, params: Tree) -> None:
         if shape != right:
             text = f"leaf {path!r} to have the shape of its parameter, {tuple(right)}"
             raise ValueError(expected("updates", text, f"{tuple(shape)}"))
+
+
+def let_go(core: Core) -> None:
+    """Take gradients away from params where a state has taken them over: `zero_grad` would write into them."""
+    for unit in core.units:
+        taken = {memory_of(x) for x in tree.leaves(roles.find(unit.state, "taken")) if x.numel()}
+        for p in [p for group in unit.groups for p in group["params"]] if taken else ():
+            if p.grad is not None and memory_of(*pieces([p.grad])) in taken:
+                p.grad = None
 
 
 def skipped(core: Core) -> int:

@@ -83,6 +83,26 @@ def clipped(grads: Grads, params: Tree, phase: Phase, max_norm: float, axis: str
     return list(clip(tuple(grads), ((), ()), params)[0])
 
 
+def clipped_late(states: list[Tree], role: str, max_norm: float, axes: Sequence[str]) -> list[Tree]:
+    """Return states whose late gradients are clipped by their global norm, over all param groups.
+
+    Where the mean is exact, that is clipped by its norm. Else each rank's own are, before they are sent, by one factor,
+    as `clipped` does where codes travel.
+
+    Args: role: "taken", before they are sent, or "mean", where they have arrived.
+    """
+    found = tuple(roles.find(states, role))
+    if not found or (role == "taken" and roles.find(states, "mean")):
+        return states
+    link = clip_by_global_norm(max_norm, next(iter(axes), None))
+    phase = Phase.WARMUP if role == "mean" else Phase.COMPRESSED
+    clipped = iter(link.update(phase)(found, (), None)[0])
+    after: list[Tree] = roles.replace(states, role, lambda old: next(clipped))
+    # A norm whose square overflows made all of them NaN.
+    lost = torch.stack([x.isnan().any() for x in tree.leaves(roles.find(after, role)) if x.numel()][:1]).any()
+    return roles.replace(after, "missing", lambda flag: flag | lost) if role == "mean" else after
+
+
 def without_average(binding: Binding, phase: Phase, axis: str | None, states: Tree) -> Binding:
     """Return the binding of a step whose gradients `clipped` has averaged: that of one rank, for an exact warm-up.
 
@@ -108,7 +128,8 @@ def _have_their_own(state: Tree) -> bool:
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         if roles.has_local_params(state):
             return False
-        if roles.rank_local(state).difference(roles.roles_of(state).errors):
+        said = roles.roles_of(state)
+        if roles.rank_local(state).difference(said.errors, said.taken):
             return True
     if not isinstance(state, tuple | list | dict):
         return False

@@ -241,11 +241,20 @@ class Optimizer(Core):
             axes = [axis for axis in self.axes if axis in averaged]
             if gradients.look_at_first(grads, phase, axes, compresses=self.schedule is not always_warm_up):
                 self.doubts.discard(phase)
-        if self.max_norm is not None:
+        if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
             grads = gradients.clipped(grads, params, kind, self.max_norm, next(iter(self.axes), None), states)
         return grads
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether gradients are kept for a mean that arrives in a later step."""
+        return bool(roles.find([unit.state for unit in self.units], "taken"))
+
+    def clipped(self, states: list[Tree], role: str) -> list[Tree]:
+        """Return states in which late gradients are clipped by the norm over all param groups."""
+        return states if self.max_norm is None else gradients.clipped_late(states, role, self.max_norm, self.axes)
 
     def staging(self, phase: Phase | Round) -> Binding:
         """Return the axes that are bound while units are staged: without those that clipping has averaged over."""

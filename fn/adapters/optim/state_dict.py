@@ -195,9 +195,11 @@ def divided(core: Core) -> dict[str, DTensor]:
         params = [p for group in unit.groups for p in group["params"]]
         if not any(isinstance(p, DTensor) for p in params):
             continue
-        # (1000 + i, 1, ...) for parameter i, of as many dimensions as it has: some links treat matrices otherwise.
-        shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
-        members = iter([x.new_zeros(shape) for x, shape in zip(pieces(params), shapes, strict=True)])
+        # (..., 1, n, 1000 + i) for parameter i, of as many dimensions as it has, for some links treat matrices
+        # otherwise, and of its n rows, which labels may divide; on "meta", where they take no memory.
+        last = [(*p.shape[-2:-1], 1000 + i)[-p.ndim or 2 :] for i, p in enumerate(params)]
+        shapes = [(1,) * max(0, p.ndim - 2) + some for p, some in zip(params, last, strict=True)]
+        members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
         like = {shape: p for shape, p in zip(shapes, params, strict=True) if p.ndim and isinstance(p, DTensor)}
         with alone:

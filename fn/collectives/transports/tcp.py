@@ -358,7 +358,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     told = _tell_all((address, token, problem), group)
     if not any(text for _, _, text in told):
         try:
-            peers = _meet(group, listener, [address for address, _, _ in told], told[0][1])
+            peers = meet(group, listener, [address for address, _, _ in told], told[0][1])
         except OSError as error:
             problem = f"rank {group.rank()} cannot reach all others: {error}"
     if listener is not None:
@@ -380,7 +380,7 @@ def _tell_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def _meet(
+def meet(
     group: dist.ProcessGroup, listener: Any, addresses: Sequence[Address], token: bytes
 ) -> dict[int, socket.socket]:
     """Call all lower ranks, and take the calls of all higher ones, which give the token.
@@ -469,15 +469,16 @@ def listen(backlog: int) -> socket.socket:
     """Listen on the address that gloo would use: of the interface it is told, of the host's name, or loopback."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
-        return _listen_on(*_address_of(name), backlog)
+        return listen_on(*address_of(name), backlog)
     with suppress(OSError):  # the name may stand for an address of another machine, or for none
         for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError):
-                return _listen_on(str(address[0]), family, backlog)
-    return _listen_on("127.0.0.1", socket.AF_INET, backlog)
+                return listen_on(str(address[0]), family, backlog)
+    return listen_on("127.0.0.1", socket.AF_INET, backlog)
 
 
-def _listen_on(host: str, family: int, backlog: int) -> socket.socket:
+def listen_on(host: str, family: int, backlog: int) -> socket.socket:
+    """Listen on an address, at a port that the system chooses."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
@@ -488,7 +489,7 @@ def _listen_on(host: str, family: int, backlog: int) -> socket.socket:
     return listener
 
 
-def _address_of(interface: str) -> tuple[str, int]:
+def address_of(interface: str) -> tuple[str, int]:
     """Return an address of a network interface and its family; IPv6 where it has none of IPv4.
 
     Raises: OSError if it has none, or this system cannot tell.
@@ -514,7 +515,7 @@ def interface_of(address: str) -> str | None:
     """Return the name of the network interface that has an address; None if that is not known."""
     for _, name in socket.if_nameindex():
         with suppress(OSError):  # without an address
-            if _address_of(name)[0] == address:
+            if address_of(name)[0] == address:
                 return name
     return None
 

@@ -1,4 +1,4 @@
-"""Owned tensors move whole: to the same ranks bit for bit, and to any other number of them with what is undelivered."""
+"""Owned tensors and slices move whole: to the same ranks bit for bit, to any other number with what is undelivered."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fn import tree
 from fn.adapters import checkpoint
 from fn.transforms.owned import OwnedState
 
-SHAPES = ((6, 5), (6, 5), (7,), (3, 8), (), (6, 5))
+SHAPES = ((6, 5), (6, 5), (7,), (3, 8), (), (6, 5), (5, 4, 3))
 
 
 def build() -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
-    """Return params and Muon in codes both ways, gradients with damped errors in 8 bits; the axes are bound."""
+    """Return params and NorMuon in codes both ways, gradients with damped errors in 8 bits; the axes are bound."""
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    make = partial(fn.muon, axis="data", codec=fn.int8())
+    labels = ["hidden" if len(shape) > 1 else "other" for shape in SHAPES]
+    make = partial(fn.normuon, axis="data", codec=fn.int8(), labels=labels)
     return params, fn.Optimizer(params, make, schedule=fn.freeze_after(1), lr=0.05)
 
 

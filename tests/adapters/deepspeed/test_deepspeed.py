@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 import fn
 from fn import tree
 from fn.adapters.deepspeed.optimizers import NAMES, DeepSpeedOptimizer, OnebitAdam, OnebitLamb, ZeroOneAdam, from_config
-from fn.base import Phase
 
 WORLDS = sorted({case.world for case in load_cases(*KINDS)})
 EXTRA = {
@@ -98,35 +96,6 @@ def test_the_initialising_call_drops_a_batch_when_asked_for() -> None:
     take(p, optimizer, 1)
     assert torch.equal(p, torch.full((4,), 2.0))
     assert optimizer.steps == 0
-
-
-@pytest.mark.parametrize("kind", NAMES.values())
-def test_a_saved_state_continues_exactly(kind: type[DeepSpeedOptimizer]) -> None:
-    arguments = {"var_freeze_step": 3} if kind is ZeroOneAdam else {"freeze_step": 4}
-    p, optimizer = quadratic(kind, lr=0.05, **arguments)
-    take(p, optimizer, 7)
-    q, fresh = quadratic(kind, lr=0.05, **arguments)
-    q.data.copy_(p.data)
-    fresh.load_state_dict(optimizer.state_dict())
-    take(p, optimizer, 5)
-    take(q, fresh, 5)
-    assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("kind", NAMES.values())
-def test_a_gradient_may_be_missing_after_the_freeze_and_return(kind: type[DeepSpeedOptimizer]) -> None:
-    params = [torch.full((4,), 2.0, requires_grad=True) for _ in range(2)]
-    optimizer = kind(params, lr=0.05, **({"var_freeze_step": 3} if kind is ZeroOneAdam else {"freeze_step": 4}))
-    moved = []
-    for step in range(9):
-        before = params[1].detach().clone()
-        for p in params:
-            p.grad = p.detach().clone()
-        if step in (5, 6):
-            params[1].grad = None
-        optimizer.step()
-        moved.append(not torch.equal(before, params[1]))
-    assert moved == [step not in (5, 6) for step in range(9)]
 
 
 def test_the_variance_rests_behind_a_restart_in_the_frozen_phase() -> None:
@@ -214,18 +183,6 @@ def test_numbers_that_are_written_into_a_group_are_those_of_the_next_step(kind: 
 
 
 @pytest.mark.parametrize("kind", NAMES.values())
-def test_a_copy_goes_on_by_itself(kind: type[DeepSpeedOptimizer]) -> None:
-    p, optimizer = quadratic(kind, lr=0.05, **({"var_freeze_step": 3} if kind is ZeroOneAdam else {"freeze_step": 4}))
-    take(p, optimizer, 2)
-    twin = copy.deepcopy(optimizer)
-    (q,) = twin.param_groups[0]["params"]
-    take(p, optimizer, 5)
-    assert not torch.equal(p, q)
-    take(q, twin, 5)
-    assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("kind", NAMES.values())
 def test_hooks_run_once_in_a_step(kind: type[DeepSpeedOptimizer]) -> None:
     """Torch wraps `step` of each class of which there is an optimizer."""
     fn.Optimizer([torch.zeros(1, requires_grad=True)], fn.adamw)
@@ -235,35 +192,6 @@ def test_hooks_run_once_in_a_step(kind: type[DeepSpeedOptimizer]) -> None:
     optimizer.register_step_post_hook(lambda *_: ran.append("after"))
     take(p, optimizer, 1)
     assert ran == ["before", "after"]
-
-
-@pytest.mark.filterwarnings("ignore:schedule. has no warm-up")
-@pytest.mark.parametrize(("kind", "frozen"), [(OnebitAdam, {"freeze_step": 0}), (ZeroOneAdam, {"var_freeze_step": 0})])
-def test_they_begin_with_a_warm_up_step_and_warn_of_a_group_that_comes_after(
-    kind: type[DeepSpeedOptimizer], frozen: dict[str, int]
-) -> None:
-    p, optimizer = quadratic(kind, **frozen)
-    seen = []
-    for _ in range(3):
-        seen.append(optimizer.phase)
-        take(p, optimizer, 1)
-    assert seen == [Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED]
-    with pytest.warns(UserWarning, match="params: come after the warm-up"):
-        optimizer.add_param_group({"params": [torch.ones(3, requires_grad=True)]})
-
-
-@pytest.mark.parametrize("kind", NAMES.values())
-def test_numbers_that_a_drop_in_refuses_are_not_loaded(kind: type[DeepSpeedOptimizer]) -> None:
-    _, optimizer = quadratic(kind, lr=0.1)
-    saved = optimizer.state_dict()
-    for name, value in (("lr", float("inf")), ("eps", -1.0), ("b2", 1.5)):
-        bad = {**saved, f"groups.0.{name}": torch.tensor(value, dtype=torch.float64), "steps": torch.tensor(7)}
-        with pytest.raises(ValueError, match=r"^state_dict: .*param group 0 .*transform"):
-            optimizer.load_state_dict(bad)
-    assert optimizer.steps == 0
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    optimizer.load_state_dict({**saved, "steps": torch.tensor(7)})
-    assert optimizer.steps == 7
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -192,37 +192,6 @@ def test_a_non_freeze_group_goes_on_as_in_the_warm_up() -> None:
     assert moved == [True] * 5 + [False] * (STEPS - 5)
 
 
-def meet_a_nan(name: str) -> list[str]:
-    """Put a NaN into rank 1's gradients, once in every phase; return where that did not leave the state as it was."""
-    params, optimizer = fresh(name)
-    wrong, met = [], set()
-    for number in range(STEPS):
-        phase = optimizer.phase
-        if phase not in met and phase is not Phase.LOCAL:  # a local step says nothing to the others
-            met.add(phase)
-            before, state = copy_of(params), [leaf.clone() for leaf in tree.leaves(optimizer.states)]
-            names = tree.paths(optimizer.states)
-            for p in params:
-                p.grad = torch.ones_like(p)
-            if dist.get_rank() == 1:
-                params[0].grad[0, 0] = float("nan")
-            steps, skipped = optimizer.steps, optimizer.skipped
-            optimizer.step()
-            same = all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
-            pairs = zip(names, state, tree.leaves(optimizer.states), strict=True)
-            moved = [path for path, a, b in pairs if not torch.equal(a, b) and "skipped" not in path]
-            if not same or moved or optimizer.skipped != skipped + 1 or optimizer.steps != steps + 1:
-                wrong.append(f"{phase}: {moved}, {optimizer.skipped}")
-        step(params, optimizer, number)
-    finite = all(p.isfinite().all() for p in params)
-    return wrong if finite else [*wrong, "not finite"]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_nan_on_one_rank_is_a_step_that_no_rank_takes(name: str) -> None:
-    assert run(2, meet_a_nan, name) == [[], []]
-
-
 def collectives_of_a_compressed_step(name: str) -> int:
     params, optimizer = fresh(name)
     while optimizer.phase is not Phase.COMPRESSED:

@@ -60,14 +60,6 @@ def test_a_run_that_switches_follows_adamw(make, split):
     assert distance(ours, network()) > 0.05
 
 
-def test_without_the_moments_it_would_not_follow():
-    theirs, ours = network(), network()
-    train(theirs, torch.optim.AdamW(theirs, **HYPER), 0, 12)
-    train(ours, torch.optim.AdamW(ours, **HYPER), 0, 3)
-    train(ours, fn.Optimizer(ours, fn.adamw, **HYPER), 3, 12)
-    assert distance(theirs, ours) > 1e-3
-
-
 def test_a_parameter_that_began_later_takes_adamws_next_step_to_rounding():
     """torch counts its steps alone; here they are counted once, and each moment is corrected by its own count."""
     theirs, ours = network(), network()
@@ -81,17 +73,6 @@ def test_a_parameter_that_began_later_takes_adamws_next_step_to_rounding():
     (mu,) = tree.fields(opt.states, "mu")
     torch.testing.assert_close(mu[1], runs[0].state[theirs[1]]["exp_avg"] / (1 - 0.8**2))
     torch.testing.assert_close(mu[0], runs[0].state[theirs[0]]["exp_avg"] / (1 - 0.8**6))
-
-
-def test_a_parameter_without_a_gradient_so_far_has_moments_of_zero():
-    params = network()
-    adamw = torch.optim.AdamW(params, **HYPER)
-    train(params, adamw, 0, 3, idle=1)
-    opt = fn.Optimizer(params, fn.adamw, **HYPER)
-    train(params, opt, 0, 2)
-    from_adamw(adamw, opt)
-    (mu,) = tree.fields(opt.states, "mu")
-    assert [bool(x.any()) for x in mu] == [True, False, True]
 
 
 def switched() -> dict[str, Any]:

@@ -45,6 +45,22 @@ def test_a_group_that_comes_after_the_freeze_does_not_stop_the_others():
             assert finite
 
 
+@pytest.mark.parametrize("make", COMPRESSING)
+def test_a_group_that_comes_after_the_freeze_trains_after_another_warm_up(make):
+    asked = [Phase.WARMUP] * 3 + [Phase.COMPRESSED] * 2 + [Phase.WARMUP] * 2 + [Phase.COMPRESSED] * 2
+    params, moved = [torch.nn.Parameter(torch.ones(9)) for _ in range(2)], []
+    opt = fn.Optimizer(params[:1], partial(make, axis="data"), schedule=asked.__getitem__, lr=0.01)
+    for step in range(len(asked)):
+        if step == 5:
+            opt.add_param_group({"params": params[1:]})
+        before = [p.detach().clone() for p in params]
+        for p in params[: len(opt.param_groups)]:
+            p.grad = torch.linspace(0.5, 1.5, 9)
+        opt.step()
+        moved.append([not torch.equal(p, old) for p, old in zip(params, before, strict=True)])
+    assert moved == [[True, False]] * 5 + [[True, True]] * 4
+
+
 def warm_up_after_overflows() -> list[tuple[int, list[Phase], bool]]:
     found = []
     for make in (fn.onebit_adam, fn.zero_one_adam):

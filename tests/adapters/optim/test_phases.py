@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 
 import fn
 from fn import Phase
@@ -46,41 +43,6 @@ def local_sgd(lr: Any, *, axis: str = "data") -> fn.Transform:
         return moves, LocalState(after)
 
     return fn.Transform(lambda params: LocalState(inner.init(params)), together, together, local)
-
-
-def every_third(step: int) -> Phase:
-    """Meet in every third step."""
-    return Phase.COMPRESSED if step % 3 == 2 else Phase.LOCAL
-
-
-def local_steps_from_the_first_one() -> tuple[list[Phase], list[list[float]], list[str]]:
-    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))]
-    seen, found = [], []
-    with warnings.catch_warnings(record=True) as said, fn.bind({"data": dist.group.WORLD}):
-        warnings.simplefilter("always")
-        opt = fn.Optimizer(params[:2], local_sgd, schedule=every_third, lr=0.1)
-        for step in range(6):
-            if step == 4:
-                opt.add_param_group({"params": params[2:]})
-            for p in params[: 1 if step == 0 else 3]:
-                p.grad = torch.full((3,), 1.0 if dist.get_rank() else -1.0)
-            seen.append(opt.phase)
-            opt.step()
-            found.append([float(p[0]) for p in params])
-    return seen, found, [str(w.message) for w in said if "phase" in str(w.message) or "warm-up" in str(w.message)]
-
-
-def test_local_sgd_around_adamw_begins_with_local_steps_and_warns_of_no_warm_up():
-    """Its state has a second moment, which no phase freezes; a parameter may come late, and so may a group."""
-    answers = ranks.run(2, local_steps_from_the_first_one)
-    for phases, _, said in answers:
-        assert phases == [Phase.LOCAL, Phase.LOCAL, Phase.COMPRESSED] * 2
-        assert said == []
-    (_, one, _), (_, other, _) = answers
-    assert [a == b for a, b in zip(one, other, strict=True)] == [False, False, True] * 2
-    assert one[0][0] == pytest.approx(1.1 - 0.001, abs=1e-3)  # alone, each its own way
-    assert other[0][0] == pytest.approx(0.9 - 0.001, abs=1e-3)
-    assert one[-1][2] != 1.0
 
 
 NEEDING = {

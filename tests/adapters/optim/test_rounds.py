@@ -14,11 +14,9 @@ import registry
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _world
 
 import fn
 from fn import Phase, Round, tree
-from fn.adapters import ddp
 
 STEPS = 18
 SHAPES = [(5, 7), (7,), (3, 7), ()]
@@ -142,68 +140,6 @@ def test_params_of_a_mean_that_travels_are_refused_by_name():
 
 
 @two
-def at_a_take_over() -> list[tuple[bool, bool]]:
-    """Return whether params are the anchor, rounded, behind each exchange, and whether they differ in between."""
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        opt, same, apart = optimizer(fn.diloco, fn.every(3, start=2), dtype), True, False
-        for step in range(11):
-            params = take(opt, step)
-            (anchor,) = tree.fields(opt.states, "anchor")
-            flat = torch.cat([p.float().flatten() for p in params])
-            each = _gathered(flat)
-            alike = bool((each == each[:1]).all())
-            if step in (4, 7, 10):
-                same = same and alike and all(torch.equal(p, x.to(dtype)) for p, x in zip(params, anchor, strict=True))
-            elif step > 2:
-                apart = apart or not alike
-        found.append((same, apart))
-    return found
-
-
-def _gathered(x: Tensor) -> Tensor:
-    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, x)
-    return torch.stack(rows)
-
-
-def test_at_a_take_over_params_are_the_anchor_bit_for_bit():
-    for found in two.answer("at_a_take_over"):
-        assert found == [(True, True), (True, True)]
-
-
-SAVED_ANYWHERE = ("streaming", "late signs", "late fragments")
-
-
-@two
-def saved_anywhere() -> dict[str, list[int]]:
-    """Go on from a state dict that was taken before each step; return the steps from which something is different."""
-    found = {}
-    for name in SAVED_ANYWHERE:
-        make, schedule = METHODS[name]
-        opt, rest = optimizer(make, schedule), []
-        for step in range(STEPS):
-            other = optimizer(make, schedule)
-            other.load_state_dict(opt.state_dict())
-            for p, q in zip(other.param_groups[0]["params"], opt.param_groups[0]["params"], strict=True):
-                p.data.copy_(q.data)
-            rest.append(other)
-            take(opt, step)
-        for step, other in enumerate(rest):
-            for later in range(step, STEPS):
-                take(other, later)
-        ends = [[p.detach() for p in each.param_groups[0]["params"]] for each in (opt, *rest)]
-        found[name] = [i for i, end in enumerate(ends[1:]) if farthest([end], ends[:1]) > 0]
-    return found
-
-
-def test_a_run_goes_on_bit_for_bit_from_any_step_of_a_round():
-    for found in two.answer("saved_anywhere"):
-        assert found == {name: [] for name in SAVED_ANYWHERE}
-
-
-
-@two
 def rank_0s_round_on_all_ranks() -> list[str]:
     opt = optimizer(fn.diloco, fn.every(4))
     for step in range(2):
@@ -220,23 +156,6 @@ def test_what_another_rank_has_of_its_own_within_a_round_is_taken_with_a_warning
     first, (text,) = two.answer("rank_0s_round_on_all_ranks")
     assert first == []
     assert "is of rank 0 of 2, but this is rank 1 of 2: what is each rank's own within a round" in text
-
-
-@two
-def started_apart() -> dict[str, str]:
-    found = {}
-    for name, make in {"diloco": fn.diloco, "sparse_loco": partial(fn.sparse_loco, k=4, tile=4)}.items():
-        params = [torch.nn.Parameter(p + dist.get_rank()) for p in start()]
-        with fn.bind({"data": dist.group.WORLD}), pytest.raises(fn.RanksDisagree) as raised:
-            fn.Optimizer(params, partial(make, axis="data"), schedule=fn.every(4), lr=0.02)
-        found[name] = str(raised.value)
-    return found
-
-
-@pytest.mark.parametrize("name", ["diloco", "sparse_loco"])
-def test_params_that_start_apart_are_named_and_not_copies_of_them_in_the_state(name):
-    for texts in two.answer("started_apart"):
-        assert "the numbers of parameter 0 in group 0 are others on rank 1" in texts[name]
 
 
 @two
@@ -264,27 +183,6 @@ def test_nothing_is_sent_in_local_steps():
 
 
 @two
-def closed() -> tuple[bool, int]:
-    """The next optimizer takes the same process groups; return whether numbers stay, and how many groups came."""
-    make, schedule = METHODS["streaming"]
-    wanted, groups = [], 0
-    for _ in range(3):
-        opt = optimizer(make, schedule)
-        for step in range(STEPS):
-            end = take(opt, step)
-            if step == 9:  # a mean is on its way
-                ddp.close(opt)
-        ddp.close(opt)
-        wanted.append(end)
-        groups = groups or len(_world.pg_map)
-    return farthest(wanted[1:], [wanted[0]] * 2) == 0, len(_world.pg_map) - groups
-
-
-def test_process_groups_are_given_back():
-    assert two.answer("closed") == [(True, 0), (True, 0)]
-
-
-@two
 def copied() -> bool:
     """A copy that is made while a mean is on its way has it, too."""
     opt = optimizer(fn.diloco, fn.every(4, delay=2))
@@ -298,24 +196,6 @@ def copied() -> bool:
 
 def test_a_copy_has_what_is_on_its_way():
     assert all(two.answer("copied"))
-
-
-def test_one_rank_takes_rounds_all_the_same():
-    params = [torch.nn.Parameter(p) for p in start()]
-    outer_tx = fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))
-
-    def make(lr):
-        inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
-        return fn.outer(inner, outer_tx, fn.chain())
-
-    opt = fn.Optimizer(params, make, schedule=fn.every(3), lr=0.01)
-    for _ in range(6):
-        for p in params:
-            p.grad = torch.ones_like(p)
-        opt.step()
-    (anchor,) = tree.fields(opt.states, "anchor")
-    assert all(torch.equal(p, x) for p, x in zip(params, anchor, strict=True))
-    assert opt.phase is Phase.LOCAL
 
 
 @pytest.mark.parametrize(

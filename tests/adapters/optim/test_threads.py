@@ -96,15 +96,6 @@ def test_a_step_that_fails_gives_its_turn_back():
     step(p, opt)
 
 
-def test_threads_may_take_turns():
-    p, opt = build(Wire().binding)
-    for _ in range(6):
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(step, p, opt).result()
-        step(p, opt)
-    assert (opt.steps, opt.skipped) == (12, 0)
-
-
 def test_threads_with_groups_of_their_own_do_not_wait_for_each_other():
     p, opt = build(Wire().binding)
     while_another_steps(Wire(), lambda: step(p, opt))

@@ -53,7 +53,7 @@ def test_a_majority_decides_and_a_tie_as_it_is_told(world: int, n: int, ties: st
         torch.testing.assert_close(voted(x, fn.ballots(ties), servers=False), mean)
 
 
-def over_time(x: Tensor, ties: str = "alternate", *, servers: bool = True, steps: int = 1000) -> Tensor:
+def over_time(x: Tensor, ties: str = "alternate", *, servers: bool = True, steps: int = 60) -> Tensor:
     """Return how far so many votes on x (W, ...) go in all, at most on the way."""
     tx = fn.compressed_average("data", fn.ballots(ties), fn.off(), servers=servers)
 
@@ -68,8 +68,7 @@ def over_time(x: Tensor, ties: str = "alternate", *, servers: bool = True, steps
     return fn.simulate(on_rank, "data", len(x), in_dims=0, out_dims=None)(x)
 
 
-@pytest.mark.parametrize("servers", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("world", "servers"), [(2, True), (3, False), (4, True)])
 def test_ties_and_zeros_move_to_and_fro_and_never_away(world: int, servers: bool) -> None:
     x = torch.ones(world, 12)
     x[: world // 2] = -1.0  # divided where the number of ranks is even
@@ -78,18 +77,18 @@ def test_ties_and_zeros_move_to_and_fro_and_never_away(world: int, servers: bool
     far, most = over_time(x, servers=servers)
     still = 8 if world % 2 == 0 else 4
     assert most[:still].max() <= 4
-    assert (far[8:] == 1000).all()
-    assert over_time(x, "even", servers=True)[1][:4].min() == 1000
+    assert (far[8:] == 60).all()
+    assert over_time(x, "even", servers=True)[1][:4].min() == 60
 
 
-@pytest.mark.parametrize("period", [2, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize("period", [2, 3, 5])
 def test_no_period_of_the_data_makes_ties_drift(period: int) -> None:
     """Half of the elements are divided, in every k-th step only."""
     tx = fn.compressed_average("data", fn.ballots(), fn.off())
 
     def on_rank(sign: Tensor) -> Tensor:
         state, far, most = tx.init(sign), torch.zeros(sign.shape), torch.zeros(sign.shape)
-        for t in range(100 * period):
+        for t in range(30 * period):
             vote, state = tx.compressed_update(sign if t % period == 0 else sign.abs(), state, sign)
             if t % period == 0:
                 far = far + vote
@@ -100,7 +99,7 @@ def test_no_period_of_the_data_makes_ties_drift(period: int) -> None:
     signs[1, :8] = -1.0
     most = fn.simulate(on_rank, "data", 2, in_dims=0, out_dims=None)(signs)
     assert most[:8].max() <= 10
-    assert (most[8:] == 100).all()
+    assert (most[8:] == 30).all()
 
 
 def test_a_block_of_zeros_abstains_and_where_all_abstain_nothing_moves() -> None:
@@ -118,8 +117,8 @@ def test_a_block_of_zeros_abstains_and_where_all_abstain_nothing_moves() -> None
 def test_two_ranks_that_agree_outvote_two_with_nothing_to_say() -> None:
     x = torch.ones(4, 16)
     x[:2, :8] = 0.0
-    far, _ = over_time(x, steps=50)
-    assert (far == 50).all()
+    far, _ = over_time(x, steps=20)
+    assert (far == 20).all()
 
 
 def test_a_tensor_counts_from_its_own_beginning_and_padding_says_nothing() -> None:

@@ -101,23 +101,6 @@ def test_a_codec_with_functions_of_ones_own_runs_these_and_no_kernel_for_the_old
     assert codec._replace(decode=torch.Tensor.float, segmented=len).segmented is len
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])
-@pytest.mark.parametrize("codec", [fn.sign(), fn.sign(block=64), deepspeed.codec(2)], ids=range(3))
-def test_the_sign_kernels_compute_the_algebra(codec, segments, dtype):
-    codec = codec if segments is None else segmented(codec, segments)
-    plain, lazy = fn.classic(), codec.fused(fn.classic().rule).init(torch.zeros(2, 352, dtype=dtype))
-    one = two = plain.init(torch.zeros(704, dtype=dtype))
-    for step in range(4):
-        x = torch.randn(2, 352, generator=torch.Generator().manual_seed(step)).to(dtype)
-        first, one = encode(algebra(codec), plain, x, one)
-        second, two = encode(codec, plain, x, two)
-        third, lazy = encode(codec, plain, x, lazy)
-        same((first, one), (second, two))
-        same((first, one), (third, codec.fused(plain.rule).settle(lazy, 2)))
-        assert isinstance(lazy, LazyError)
-
-
 @pytest.mark.parametrize("make", [
     fn.sign, fn.int4, fn.int8, fn.fp8, fn.bins, lambda: fn.top_k(2, 8, values=fn.bins()),
     lambda: fn.sign()._replace(segmented=None),
@@ -131,35 +114,6 @@ def test_what_is_planned_for_a_codec_ends_with_the_codec(make):
     del codec
     gc.collect()
     assert alive() is None
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=range(len(CODECS)))
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])
-def test_what_was_delivered_plus_the_error_is_what_was_sent(codec, segments):
-    half, feedback = codec if segments is None else segmented(codec, segments), fn.classic()
-    error, sent, delivered = feedback.init(torch.zeros(704)), 0.0, 0.0
-    for step in range(20):
-        x = torch.randn(2, 352, generator=torch.Generator().manual_seed(step))
-        x = x if segments is None else torch.where(segments.mask(x.device), x, 0.0)
-        payload, error = encode(half, feedback, x, error)
-        sent, delivered = sent + x.double(), delivered + half.decode(payload).double()
-    torch.testing.assert_close(delivered + error.view(2, -1), sent, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("codec", [fn.int4(block=64), fn.int8(block=64)], ids=["int4", "int8"])
-def test_the_integer_kernels_with_damped_feedback_compute_the_algebra(codec, dtype):
-    feedback = fn.damped(beta=0.75, every=3, block=64)
-    one = two = feedback.init(torch.zeros(768, dtype=dtype))
-    three = codec.fused(feedback.rule).init(torch.zeros(2, 384, dtype=dtype))
-    for step in range(7):
-        x = torch.randn(2, 384, generator=torch.Generator().manual_seed(step)).to(dtype)
-        first, one = encode(algebra(codec), feedback, x, one)
-        second, two = encode(codec, feedback, x, two)
-        third, three = encode(codec, feedback, x, three)
-        same((first, one), (second, two))
-        same((first, one.codes, one.scales), (third, three.codes, three.scales.flatten()))
-        same(feedback.compensate(torch.zeros(768), one), codec.fused(feedback.rule).settle(three, 2))
 
 
 def test_damped_feedback_counts_as_zero_in_a_step_of_reset():

@@ -6,17 +6,12 @@ import math
 from functools import partial
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import tree
 from fn.collectives.codecs.codec import Segments, mean_of_rows, pack, segmented, unpack
-from fn.collectives.compressed import encode
 
 CODECS = {
     "k of a block": partial(fn.top_k, 3, 16),
@@ -98,17 +93,6 @@ def test_numbers_are_packed_to_their_bits(width, n, seed):
     assert torch.equal(unpack(packed, width, n), numbers)
 
 
-@given(st.sampled_from(sorted(CODECS)), st.integers(0, 70), st.integers(0, 2**31))
-def test_what_was_delivered_plus_the_error_is_what_was_sent(name, n, seed):
-    codec, feedback = CODECS[name](), fn.classic()
-    x = torch.randn(6, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    error, delivered = feedback.init(x[0]), torch.zeros(n, dtype=torch.float64)
-    for row in x:
-        payload, error = encode(codec, feedback, row[None], error)
-        delivered = delivered + codec.decode(payload)[0]
-    torch.testing.assert_close(delivered + error, x.sum(0), rtol=0, atol=1e-12 if name != "sign" else 1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("values", [None, fn.int8(16), fn.bins(4, 6)], ids=["whole", "int8", "bins"])
 def test_a_mean_is_over_ranks_or_over_senders(values, dtype):
@@ -154,58 +138,6 @@ def test_a_server_sends_the_k_largest_of_the_mean_and_keeps_the_rest(world):
     assert mean.view(-1, 6).count_nonzero(1).tolist() == [2] * (n // 6)
     sent = rounds * x.mean(0)
     torch.testing.assert_close(total[0] + worker.mean(0) + server.flatten(), sent)  # nothing is lost
-
-
-def test_a_number_that_is_not_finite_is_sent():
-    x = torch.ones(1, 64)
-    x[0, 40], x[0, 50] = math.nan, math.inf
-    found = fn.top_k(2, 64).decode(fn.top_k(2, 64).encode(x))
-    assert found[0, 40].isnan()
-    assert found[0, 50].isinf()
-
-
-SHAPES = [(5, 13), (67,), (), (0,)]
-REAL = ["a part of the tensor", "senders", "bins"]
-
-
-def gradients(step, rank):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
-def averages(name, servers, grads):
-    tx, params = fn.compressed_average("data", CODECS[name](), servers=servers), [torch.zeros(s) for s in SHAPES]
-    state, out = tx.init(params), []
-    for each in grads:
-        mean, state = tx.compressed_update(each, state, params)
-        out += mean
-    return [*out, *tree.leaves(state)]
-
-
-def over_processes():
-    with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))):
-        grads = [gradients(t, dist.get_rank()) for t in range(2)]
-        return {(name, s): [x.clone() for x in averages(name, s, grads)] for name in REAL for s in (False, True)}
-
-
-def test_processes_and_simulated_ranks_agree_bit_for_bit():
-    real = ranks.run(2, over_processes)
-    grads = [[torch.stack(each) for each in zip(*(gradients(t, r) for r in (0, 1)), strict=True)] for t in range(2)]
-    for name, servers in real[0]:
-        found = fn.simulate(lambda *g, name=name, servers=servers: averages(name, servers, g), "data", 2)(*grads)
-        for rank, answers in enumerate(real):
-            pairs = zip(answers[name, servers], found, strict=True)
-            assert all(torch.equal(a, b[rank]) for a, b in pairs), (name, servers)
-
-
-@pytest.mark.reliability
-def test_an_average_is_compiled_in_one_graph():
-    tx, x = fn.compressed_average("data", fn.top_k(3, 16), servers=False), torch.randn(2, 67)
-    state = fn.simulate(tx.init, "data", 2)(x)
-    update = fn.simulate(lambda x, state: tx.compressed_update(x, state, x), "data", 2)
-    compiled = torch.compile(update, fullgraph=True, backend="aot_eager")
-    for found, wanted in zip(tree.leaves(compiled(x, state)), tree.leaves(update(x, state)), strict=True):
-        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(("make", "argument", "error"), [

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import fn
-from fn import tree
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
 
@@ -187,24 +186,6 @@ def test_rows_that_lie_otherwise_in_memory_are_as_a_compiler_expects_them():
         gather = torch.compile(lambda x: fn.all_gather(x, "data") + 1, backend="aot_eager", fullgraph=True)
         assert fn.all_gather(torch.ones(3), "data").is_contiguous()
         assert torch.equal(gather(torch.ones(3)), torch.full((2, 3), 2.0))
-
-
-def test_the_optimizer_steps_over_it_as_the_pure_function_does():
-    make = partial(fn.onebit_adam, axis="data")
-
-    def adapter(rank: int) -> list[Tensor]:
-        own = [torch.nn.Parameter(p) for p in params()]
-        opt = fn.Optimizer(own, make, schedule=PHASES.__getitem__, lr=0.1)
-        for t in range(len(PHASES)):
-            for p, g in zip(own, gradients(t, rank), strict=True):
-                p.grad = g
-            opt.step()
-        return tree.map(Tensor.detach, own)
-
-    pure = on_threads({"data": 2}, partial(train, partial(make, 0.1)))
-    for found, expected in zip(on_threads({"data": 2}, adapter), pure, strict=True):
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_permutation_goes_through_the_all_to_all() -> None:

@@ -1,0 +1,113 @@
+"""Measures what a step late costs in loss, on the atlas's tasks and on seeds that the atlas does not show.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.atlas.late --json benchmarks/results/late_losses.json
+
+Each method trains in time, late with the whole correction, and late without one, on the same seeds, with the rate that
+the atlas has tuned in time on other seeds and another split. Losses are paired by seed. Runs that the file holds are
+not taken again, so the script may be stopped and started; `--show` takes none and prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import fn
+from benchmarks.atlas import runs as atlas
+from benchmarks.atlas.methods import METHODS, Method, muon
+from benchmarks.atlas.paired import difference
+from benchmarks.atlas.summary import Row, by_seed, chosen_rate, runs
+from benchmarks.atlas.tasks import TASKS
+from benchmarks.atlas.train import Run, train
+from benchmarks.measure import markdown
+
+SEEDS = (21, 22, 23, 24, 25)
+WAYS = {"late": 1.0, "late, c = 0": 0.0}
+"""Name -> the correction."""
+
+
+def directions(lr: Any, axis: str) -> fn.Transform:
+    """Return the atlas's Muon as it is, whose exact mean travels."""
+    return muon(lr, axis, owned=False)
+
+
+STARTS = {"adamw": 0, "adamw, int4": 10, "onebit_adam": 80, "muon": 0, "sign_muon": 0}
+"""Method of the atlas -> steps of the warm-up, as it has in time at 400 steps; none where that is exact anyway."""
+
+
+def method_of(name: str, way: str) -> Method:
+    """Return a method of the atlas, late."""
+    method = METHODS[name]
+    make = directions if name == "muon" else method.make
+    start = STARTS[name]
+
+    def schedule(steps: int) -> Any:
+        # A share of the steps, as the atlas's own schedule of 1-bit Adam has it.
+        return fn.every(1, delay=1, start=steps // 5 if start == 80 else start)
+
+    return method._replace(make=partial(late, make, WAYS[way]), schedule=schedule)
+
+
+def late(make: Any, correction: float, lr: Any, axis: str) -> fn.Transform:
+    """Return what a method makes, late."""
+    made: fn.Transform = fn.late(make(lr=lr, axis=axis), correction=correction)
+    return made
+
+
+def wanted() -> list[tuple[Run, Method]]:
+    """Return all runs, the first seed of all methods first."""
+    tuned, found = atlas.read(atlas.FULL), []
+    for seed in SEEDS:
+        for name in STARTS:
+            for task in (task for task in ("language model", "digits", "fine-tuning") if task in METHODS[name].tasks):
+                lr = chosen_rate(tuned, task, name)
+                if lr is None:
+                    continue
+                setting = TASKS[task]
+                for way in ("", *WAYS):
+                    run = Run(task, f"{name}, {way}" if way else name, setting.workers, seed, setting.steps, lr)
+                    found.append((run, method_of(name, way) if way else METHODS[name]))
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """Return how far the losses are from those of the same method in time, paired by seed."""
+    lines = []
+    for task in ("language model", "fine-tuning", "digits"):
+        for name in STARTS:
+            own = by_seed(runs(rows, task=task, method=name), "loss")
+            cells = []
+            for way in WAYS:
+                gap = difference(by_seed(runs(rows, task=task, method=f"{name}, {way}"), "loss"), own)
+                cells.append("" if gap is None else f"{gap:.3f}, {gap.verdict}")
+            if any(cells):
+                paired = {row["seed"] for row in runs(rows, task=task, method=f"{name}, late")} & own.keys()
+                mean = sum(own[seed] for seed in paired) / max(1, len(paired))
+                lines.append([task, name, str(len(paired)), f"{mean:.3f}", *cells])
+    return markdown("| task | method | seeds | in time | late, c = 1 | late, c = 0 |", lines)
+
+
+def main() -> None:
+    """Take the runs that are missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", default="benchmarks/results/late_losses.json")
+    parser.add_argument("--show", action="store_true", help="take no runs")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="take runs of these only")
+    options = parser.parse_args()
+    path = Path(options.json)
+    rows = atlas.read(path)
+    done = {tuple(row[field] for field in Run._fields) for row in rows}
+    missing = [(run, method) for run, method in wanted() if run not in done]
+    missing = [(run, method) for run, method in missing if options.tasks is None or run.task in options.tasks]
+    for run, method in tqdm([] if options.show else missing):
+        rows.append(train(run, method=method))
+        atlas.write(path, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Measures how many steps AdamW needs for a method's loss, by whole runs, on seeds that the atlas does not show.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.atlas.same_loss --json benchmarks/results/same_loss.json
+
+AdamW trains the atlas's language model for 0.5, 0.7, 1, 1.4 and 2 times the atlas's steps; each run has its own
+schedule of the learning rate, and no run is looked into. That gives, for each seed, AdamW's loss over steps. A method's
+ratio is the steps of its own whole run over the steps in which AdamW has its final loss, paired by seed. A method that
+might end below AdamW's longest run is compared by a run of half the steps. Rates are the atlas's, tuned on other seeds.
+
+Runs that the file holds are not taken again, so the script may be stopped and started. `--package` writes the ratios to
+where `python -m fn plan` finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
+from scipy.stats import t as student
+from tqdm import tqdm
+
+import fn
+from benchmarks.atlas import runs as atlas
+from benchmarks.atlas.methods import METHODS, H, Method
+from benchmarks.atlas.summary import BASE, MAIN, Row, chosen_rate
+from benchmarks.atlas.tasks import TASKS
+from benchmarks.atlas.train import Run, train
+from benchmarks.measure import ROOT, about, commit, markdown
+from fn.errors import expected
+from fn.planner import traffic
+from fn.planner.command import TCP_BUCKETS, TCP_WHOLE
+from fn.planner.methods import methods
+from fn.planner.network import Cost, Link, network
+from fn.planner.predict import plan
+from fn.planner.recommend import PICKS
+
+STEPS, WORKERS = TASKS[MAIN].steps, TASKS[MAIN].workers
+SEEDS = (21, 22, 23, 24, 25)
+LENGTHS = tuple(round(share * STEPS) for share in (0.5, 0.7, 1, 1.4, 2))
+"""Steps of AdamW's runs."""
+
+PACKAGE = ROOT / "fn" / "planner" / "same_loss.json"
+
+_muloco = METHODS["muloco, 2 bits"]
+COMPARED: dict[str, tuple[Method, str, int]] = {
+    "adamw, int4 gradients": (METHODS["adamw, int4"], "adamw, int4", STEPS),
+    "sign_muon": (METHODS["sign_muon"], "sign_muon", STEPS // 2),
+    "muloco, int8": (
+        _muloco._replace(make=partial(_muloco.make, codec=fn.int8())), "muloco, 2 bits", STEPS
+    ),
+    "diloco, int8": (METHODS["diloco, int8"], "diloco, int8", STEPS),
+    "loco_adamw, int4, int8 back": (METHODS["loco_adamw, int8 back"], "loco_adamw, int8 back", STEPS),
+    "onebit_adam": (METHODS["onebit_adam, int8 first"], "onebit_adam, int8 first", STEPS),
+}  # fmt: skip
+"""Name in the planner -> the method, the row of the atlas whose tuned rate it takes, and the steps of its run."""
+
+
+def wanted() -> Iterator[tuple[Run, Method]]:
+    """Yield all runs, seed by seed."""
+    rows = atlas.read(atlas.FULL)
+    for seed in SEEDS:
+        for steps in LENGTHS:
+            yield Run(MAIN, BASE, WORKERS, seed, steps, _rate(rows, BASE)), METHODS[BASE]
+        for name, (method, tuned, steps) in COMPARED.items():
+            yield Run(MAIN, name, WORKERS, seed, steps, _rate(rows, tuned)), method
+
+
+def _rate(rows: Sequence[Row], method: str) -> float:
+    lr = chosen_rate(rows, MAIN, method)
+    assert lr is not None, f"the atlas lacks the rate of {method}"
+    return lr
+
+
+def steps_of_adamw(loss: float, curve: Sequence[tuple[int, float]]) -> float:
+    """Return the steps in which AdamW reaches a loss, on a line between its runs over the logarithm of steps.
+
+    Returns: infinity below the loss of the longest run, 0 above that of the shortest one.
+
+    >>> steps_of_adamw(2.5, [(100, 3.0), (400, 2.0)])
+    200.0
+    """
+    (shortest, highest), *longer = sorted(curve)
+    if loss > highest:
+        return 0.0
+    for steps, own in longer:
+        if own >= highest:  # a longer run that ended higher gives no loss that a shorter one does not give
+            continue
+        if own <= loss:
+            share = (highest - loss) / (highest - own)
+            return math.exp(math.log(shortest) * (1 - share) + math.log(steps) * share)
+        shortest, highest = steps, own
+    return math.inf
+
+
+def ratios(rows: Sequence[Row], name: str) -> list[float]:
+    """Return a method's steps over those that AdamW needs for its loss, for each seed with all runs of both.
+
+    Raises: ValueError where a loss is beyond AdamW's, whose ratio would be a bound and no measurement.
+    """
+    found = []
+    for row in (row for row in rows if row["method"] == name):
+        curve = [(r["steps"], r["loss"]) for r in rows if r["method"] == BASE and r["seed"] == row["seed"]]
+        if len(curve) == len(LENGTHS):
+            steps = steps_of_adamw(row["loss"], curve)
+            if not 0 < steps < math.inf:
+                losses = sorted(loss for _, loss in curve)
+                wanted = f"a loss between {losses[0]} and {losses[-1]}"
+                raise ValueError(expected(f"{name}, seed {row['seed']}", wanted, f"{row['loss']}"))
+            found.append(row["steps"] / steps)
+    return found
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the geometric mean of ratios and its 95 % interval (Student's t over their logarithms).
+
+    >>> [round(x, 3) for x in interval([0.5, 0.5, 0.5])]
+    [0.5, 0.5, 0.5]
+    """
+    logs = [math.log(x) for x in values]
+    mean = statistics.fmean(logs)
+    half = float(student.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def warm_up(method: Method, steps: int = 10**4) -> float:
+    """Return the part of a long run that is a method's warm-up."""
+    schedule = method.schedule(steps)
+    share = sum(schedule(step) is fn.Phase.WARMUP for step in range(steps)) / steps
+    return round(share, 2)  # a warm-up of ten steps is none
+
+
+def package(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the planner reads: by method the ratio with its interval, and the warm-up that belongs to its run.
+
+    Seeds count whose runs are all there.
+    """
+    found = {}
+    done = {(row["method"], row["seed"], row["steps"]) for row in rows}
+    seeds = [s for s in SEEDS if all((run.method, run.seed, run.steps) in done for run, _ in wanted() if run.seed == s)]
+    rows = [row for row in rows if row["seed"] in seeds]
+    for name, (method, _, steps) in COMPARED.items():
+        ratio, low, high = (float(f"{x:.3g}") for x in interval(ratios(rows, name)))
+        found[name] = {
+            "ratio": ratio, "interval": [low, high], "steps": steps,
+            "warm_up": warm_up(method), "warm_up_as": method.warm_up,
+        }  # fmt: skip
+    measured = sorted({row["commit"] for row in rows})
+    params = sum(p.numel() for p in TASKS[MAIN].make().params(0).values())
+    return {
+        "commit": ", ".join(measured), "model": f"the atlas's {MAIN}", "params": params, "steps": STEPS,
+        "seeds": seeds, "methods": found,
+    }  # fmt: skip
+
+
+def table() -> str:
+    """Return the ratios of docs/choosing.md, as the planner has them."""
+    found = json.loads(PACKAGE.read_text())
+    lines = []
+    for name, own in found["methods"].items():
+        low, high = own["interval"]
+        warm_up = f"{own['warm_up']:.0%}" if own["warm_up"] else ""
+        lines.append([name, f"{own['ratio']:.2f}", f"{low:.2f} – {high:.2f}", warm_up])
+    head = "method | its steps / AdamW's to the same loss | 95 % | warm-up"
+    facts = f"*Commit {found['commit']}; {len(found['seeds'])} seeds; {found['params']:,} parameters, 8 workers.*"
+    return f"{markdown(head, lines)}\n\n{facts}"
+
+
+MODEL, COMPUTE, MEMORY = 124_000_000, 0.3, 4e12
+"""Of the picture's steps: GPT-2's smallest, on consumers' graphics cards."""
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw final losses over the time of a run, as the planner predicts it for another model on a slow link.
+
+    AdamW's is a line through its runs; a pick's is a point, with the range of its seeds.
+    """
+    link = Link(Cost(1e-4, 1e9), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+    net = network(8, 1, link, link)
+    made = plan(methods(traffic.model(MODEL), net, local_steps=H), net, COMPUTE, MODEL, memory=MEMORY)
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+
+    def add(
+        name: str, lengths: Sequence[int], step: float, warm_up: float, first: float, where: tuple[int, int], color: str
+    ) -> None:
+        losses = [[r["loss"] for r in rows if (r["method"], r["steps"]) == (name, steps)] for steps in lengths]
+        hours = [steps * (warm_up * first + (1 - warm_up) * step) / 3600 for steps in lengths]
+        means = [statistics.fmean(x) for x in losses]
+        ends = [[m - min(x) for m, x in zip(means, losses, strict=True)],
+                [max(x) - m for m, x in zip(means, losses, strict=True)]]  # fmt: skip
+        axes.errorbar(hours, means, yerr=ends, capsize=3, marker="o", color=color)
+        axes.annotate(
+            name, (hours[-1], means[-1]), where, textcoords="offset points", ha="left" if where[0] else "center",
+            va="center", color=color,
+        )  # fmt: skip
+
+    add(BASE, LENGTHS, made.of(BASE).step, 0.0, 0.0, (0, -30), "black")
+    for place, (pick, where) in enumerate(zip(PICKS, ((8, 10), (0, 18), (0, -30), (9, -6), (0, 18)), strict=True)):
+        method, _, steps = COMPARED[pick.name]
+        first = made.of(method.warm_up).step
+        add(pick.name, [steps], made.of(pick.row).step, warm_up(method), first, where, f"C{place}")
+    axes.set(
+        xscale="log", xlabel="hours of a run, predicted for 124 million parameters on 8 machines, 1 Gbit/s",
+        ylabel="final loss of the small model, nats per byte",
+    )  # fmt: skip
+    axes.margins(x=0.1, y=0.12)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Take what is missing, and write each run as soon as it is there."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where runs are kept")
+    parser.add_argument("--package", action="store_true", help="write the ratios for the planner, and run nothing")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs that are there, and run nothing")
+    args = parser.parse_args()
+    rows = atlas.read(args.json)
+    if args.package:
+        PACKAGE.write_text(json.dumps(package(rows), indent=1) + "\n")
+    if args.png:
+        draw(rows, args.png)
+    if args.package or args.png:
+        return
+    done = {Run(*(row[name] for name in Run._fields)) for row in rows}
+    for run, method in tqdm([pair for pair in wanted() if pair[0] not in done], desc="runs"):
+        rows.append({**train(run, method=method), "commit": commit()})
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        part = args.json.with_suffix(".part")
+        part.write_text(f'{{"about": {json.dumps(about())},\n"rows": [\n{lines}\n]}}\n')
+        part.replace(args.json)  # the file is whole at any time
+    for name in COMPARED:
+        if len(values := ratios(rows, name)) > 1:
+            print(name, "{:.2f} ({:.2f} to {:.2f})".format(*interval(values)), len(values), "seeds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Recorded runs of compressors: what they hold, how ours are run beside them; `tests/golden/README_codecs.md`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import Phase
+from fn.collectives.codecs.codec import Segments, segmented
+from fn.collectives.compressed import encode
+
+FOLDER = Path(__file__).parent / "golden" / "compressors"
+Tree = Any
+Found = dict[str, list[Tensor]]
+"""By the name of a recorded array, what is to be held against it after each step."""
+
+Made = tuple[fn.Transform, Callable[[Tree, Tree, list[Tensor]], dict[str, list[Tensor]]], Any]
+"""What runs; (state before, state after, gradients) -> what is recorded of a step beside the params; and `begin`."""
+
+ALL: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+class Case(NamedTuple):
+    """A recording: its row of the index, and its arrays by name."""
+
+    row: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def hyper(self) -> dict[str, Any]:
+        return self.row["hyper"]
+
+    @property
+    def world(self) -> int:
+        return int(self.row["world"])
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        return [*map(torch.Size, self.row["shapes"])]
+
+    def each(self, name: str) -> list[Tensor]:
+        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.shapes))]
+
+    def off(self, found: Found, rank: int | None = None, where: Mapping[str, np.ndarray] = ALL) -> float:
+        """Return how far the first steps are off, in units of the tolerance.
+
+        Args: rank: whose they are; None: of all. where: by name, elements (steps, *shape) that alone are compared.
+        """
+        worst = 0.0
+        for name, steps in found.items():
+            ours, theirs = (x.astype(np.float64) for x in (torch.stack(steps).numpy(), self.arrays[name][: len(steps)]))
+            if rank is not None and theirs.ndim > ours.ndim:
+                theirs = theirs[:, rank]
+            off = np.abs(ours.reshape(theirs.shape) - theirs)
+            if name in where:
+                off = off[where[name][: len(steps)]]
+            rows = np.abs(theirs).reshape(len(theirs), -1).max(1)
+            allowed = self.row["tolerance"] * max(1.0, float(rows.min()))
+            worst = max(worst, float(off.max(initial=0.0)) / allowed)
+        return worst
+
+
+def load(folder: Path, *indices: str) -> list[Case]:
+    """Return the recordings that index files of a folder list, which are those that were recorded."""
+    rows = [row for index in indices for row in json.loads((folder / index).read_text())["cases"]]
+    for row in rows:
+        assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["sha256"]
+    return [Case(row, dict(np.load(folder / row["file"]))) for row in rows]
+
+
+def run(case: Case, made: Made, grads: list[Tensor]) -> Found:
+    """Take a step for each gradient. begin: (state, first gradients) -> state, for a start in the warm-up; or None."""
+    tx, look, begin = made
+    params, found = case.each("init"), dict[str, list[Tensor]]()
+    state = tx.init(params)
+    state = begin(state, [g[0] for g in grads]) if begin else state
+    for t in range(len(grads[0])):
+        g = [each[t] for each in grads]
+        before = state
+        updates, state = tx.update(Phase.WARMUP if begin and t == 0 else Phase.COMPRESSED)(g, state, params)
+        params = fn.apply_updates(params, updates)
+        for name, values in {"param": params, **look(before, state, g)}.items():
+            for i, value in enumerate(values):
+                found.setdefault(f"p{i}.{name}", []).append(value)
+    return found
+
+
+def in_simulation(case: Case, made: Made) -> Found:
+    """Return what simulated ranks find; of what is recorded once, what the first of them has."""
+    f = fn.simulate(partial(run, case, made), "data", case.world, in_dims=1)
+    own = {name: a.ndim for name, a in case.arrays.items()}
+    return {name: [x if own[name] > x.ndim else x[0] for x in xs] for name, xs in f(case.each("grad")).items()}
+
+
+SOME = 6
+"""Steps that real ranks take: enough for errors to matter, and messages take their time."""
+
+
+def off_here(
+    make: Callable[[Case], Made], cases: list[Case], settled: Callable[[Case], Mapping[str, np.ndarray]] | None = None
+) -> list[float]:
+    """Return how far off each case is on this rank. settled: what is compared of a case, as `where` of `Case.off`."""
+    world, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for case in cases:
+        shape, names = (tuple(case.hyper["mesh"]), ("node", "local")) if "mesh" in case.hyper else ((world,), ("data",))
+        with fn.bind(init_device_mesh("cpu", shape, mesh_dim_names=names)):
+            ours = run(case, make(case), [g[:SOME, rank] for g in case.each("grad")])
+        found.append(case.off(ours, rank, settled(case) if settled else ALL))
+    return found
+
+
+def alone(x: Tensor, codec: fn.Codec, feedback: fn.Feedback, error: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what arrives of a vector (n,) from one rank, and the next error."""
+    row = segmented(codec, Segments((len(x),), torch.tensor([[len(x)]])))
+    payload, error = encode(row, feedback, x[None], error)
+    return row.decode(payload)[0], error
