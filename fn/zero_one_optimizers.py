@@ -50,20 +50,19 @@ def zero_one_adam(
 
     In the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), a second moment that is
     frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in
-    at most 8 steps, 14 of 20 runs were lost at AdamW's rate; of this form none was.
+    at most 8 steps, 14 of 20 runs were lost at AdamW's rate.
 
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together. codec, feedback, servers: as for `onebit_adam`. warmup: as there, for the
             variance steps.
-        max_step: as for `scale_by_zero_one_adam`; None is the paper's step. On scikit-learn's digits (4 ranks, 300
-            steps, 20 seeds) the median loss was 0.122 with 1.0, 0.131 with 10.0 and 0.125 with AdamW, all at 0.03.
+        max_step: as for `scale_by_zero_one_adam`; None is the paper's step. Where no step is local, and the loss stays
+            behind AdamW's, try 3.0.
     Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
-    Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step. Moments
-        are bias-corrected.
+    Differs: Steps are clamped to `max_step`. Moments are bias-corrected.
     """
     sync = average_in_codes(axis, codec, feedback, "flat", servers)
     link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, bias_correction=True, max_step=max_step)

@@ -114,7 +114,7 @@ class ZeroOneAdam:
         self.elapsed += self.lr
         for i in range(len(self.anchor)):
             for r, rank in enumerate(gradients):
-                self._alone(r, i, rank[i])
+                self._alone(r, i, rank[i], np.inf if kind == "sync" else self.max_step)
             if kind == "sync":
                 self._agree(i)
         if kind == "sync":
@@ -129,21 +129,22 @@ class ZeroOneAdam:
     def _variance(self, i: int, g: Vector) -> None:
         m = self._average(self.mu[0][i], g, self.b1, self.mu_age)
         self.nu[i] = self._average(self.nu[i], g**2, self.b2, self.nu_age)
-        there = self.anchor[i] - self.lr * (m / self._root(i) + self.weight_decay * self.anchor[i])
+        u = np.clip(m / self._root(i), -self.max_step, self.max_step)
+        there = self.anchor[i] - self.lr * (u + self.weight_decay * self.anchor[i])
         self._arrive(i, m, there)
 
-    def _alone(self, r: int, i: int, g: Vector) -> None:
+    def _alone(self, r: int, i: int, g: Vector, most: float) -> None:
         m = self._average(self.mu[r][i], g, self.b1, self.mu_age)
         self.mu[r][i] = np.where(self.nu[i] > 0, m, 0.0)
-        self.params[r][i] = self.params[r][i] - self.lr * self.mu[r][i] / self._root(i)
+        self.params[r][i] = self.params[r][i] - self.lr * np.clip(self.mu[r][i] / self._root(i), -most, most)
 
     def _agree(self, i: int) -> None:
         went = [(own[i] - self.anchor[i]) * self._root(i) for own in self.params]
         agreed = np.where(self.nu[i] > 0, self.means[i](went), 0.0)
-        most = self.max_step * self.elapsed * self._root(i)
-        agreed = np.clip(agreed, -most, most)
+        most = self.max_step * self.elapsed
+        step = np.clip(agreed / self._root(i), -most, most)
         decay = self.elapsed * self.weight_decay * self.anchor[i]
-        self._arrive(i, -agreed / self.elapsed, self.anchor[i] - decay + agreed / self._root(i))
+        self._arrive(i, -agreed / self.elapsed, self.anchor[i] - decay + step)
 
     def _arrive(self, i: int, m: Vector, there: Vector) -> None:
         self.anchor[i] = there

@@ -47,7 +47,7 @@ def lists(options: Options) -> list[list[Tensor]]:
 def adamw(options: Options) -> Callable[[], Any]:
     """Return AdamW's step."""
     p, g, m, v = lists(options)
-    return lambda: ops.direct("adamw_", p, g, m, v, 0.9, 0.99, *DESCENT, math.inf, math.inf, False)
+    return lambda: ops.direct("adamw_", p, g, m, v, 0.9, 0.99, *DESCENT, math.inf, False)
 
 
 def rows(options: Options) -> tuple[Tensor, list[int]]:
@@ -63,7 +63,7 @@ def onebit(options: Options) -> Callable[[], Any]:
     valid, runs = rows(options)
     bits = torch.randint(0, 256, (1, 1, sum(runs[1::2]) // 8), dtype=torch.uint8, device=options.torch_device)
     scales = torch.rand(1, 1, len(p), device=options.torch_device)
-    return lambda: ops.direct("onebit_adam_", p, m, v, bits, scales, valid, runs, *DESCENT, 1.0, math.inf, True, [])
+    return lambda: ops.direct("onebit_adam_", p, m, v, bits, scales, valid, runs, *DESCENT, 1.0, True, [])
 
 
 def encode_averages(options: Options) -> Callable[[], Any]:

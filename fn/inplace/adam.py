@@ -26,7 +26,7 @@ def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
 
         def commit() -> None:
             betas = decays(moments.ages, rule.corrected, rule.b1, rule.b2)
-            descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, math.inf, math.inf
+            descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, math.inf
             ops.direct("adamw_", params, grads, mu, nu, *betas, *descent, False)
             count_step(moments)
 
@@ -60,7 +60,7 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
             mean = average.average_moments(moments.sync, mu, grads, b1, moments.mu)
 
         def commit() -> None:
-            descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, rule.max_step, math.inf
+            descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, rule.max_step
             if mean is None:
                 ops.direct("adamw_", params, grads, mu, nu, b1, 0.0, *descent, True)
             else:

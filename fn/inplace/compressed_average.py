@@ -69,7 +69,7 @@ class CodedMean(NamedTuple):
     ) -> None:  # fmt: skip
         """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
 
-        Args: descent: eps, weight decay, learning rate, max_step and max_momentum.
+        Args: descent: eps, weight decay, learning rate and max_step.
             keep_zeros: must be true where the mean is no codes. copies: into which the new params are copied, or none.
         """
         for bucket, mean, _ in self.buckets:

@@ -48,7 +48,7 @@ def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
             # can be taken: it lies in memory of the pool.
             u = [memory_pool.empty(m.shape, m.dtype, m.device) for m in mu]
             elementwise(rules.scaled, (leaves,), h.weight_decay, wide=True, out=[u])
-            ops.direct("adamw_", u, grads, mu, nu, h.b1, h.b2, h.eps, 0.0, -1.0, math.inf, math.inf, False)
+            ops.direct("adamw_", u, grads, mu, nu, h.b1, h.b2, h.eps, 0.0, -1.0, math.inf, False)
             weight, moved, rms = (squared_norms(tensors).sqrt() for tensors in (leaves, u, mu))  # (S,) each
             ratio = ratio_of(weight.float(), moved.float(), h.min_coeff, h.max_coeff)
             _write(moments.coefficient, moved_coefficient(h, _read(moments.coefficient), ratio))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         peak = largest_of(mean.numbers, moments.peak)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
-            descent = h.eps, h.weight_decay, elapsed, math.inf, h.max_step
+            descent = h.eps, h.weight_decay, elapsed, h.max_step
             mean.step(anchor, mu, nu, descent, factor=-1 / elapsed, copies=params)
             moments.peak.copy_(peak)
             moments.step.add_(1)
@@ -130,7 +129,7 @@ def _descend(
 ) -> None:
     params, mu, nu, _ = lists
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
-    args = h.eps, decay, float(_rate(h)), math.inf, math.inf
+    args = h.eps, decay, float(_rate(h)), h.max_step
     betas = decays(moments.ages, h.corrected, h.b1, h.b2)
     ops.direct("adamw_", params, grads, mu, nu, *betas, *args, frozen)
     count_step(moments, frozen=frozen)

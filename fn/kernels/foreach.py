@@ -146,8 +146,8 @@ def drift(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float,
-    keep_zeros: bool, copies: Sequence[Tensor],
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
@@ -160,7 +160,6 @@ def onebit_adam_(
     for chunk in chunks(params, mu, nu):
         p, m, v = map(Many, chunk)
         m = ON_LISTS["kept_at_zero"](m, v, 0.0, 0.0) if keep_zeros else m
-        m = ON_LISTS["held"](m, v, eps, max_momentum) if max_momentum < math.inf else m
         _write(chunk[1:], m)
         _write(chunk, ON_LISTS["adamw"](p, m.kept, v, *descent))
     if copies:
@@ -170,7 +169,7 @@ def onebit_adam_(
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_`."""
     if not plain(params, grads, mu, nu):
@@ -183,7 +182,6 @@ def adamw_(
         m = ON_LISTS["lerp"](g, m, b1)
         if frozen:
             m = ON_LISTS["kept_at_zero"](m, v, 0.0, 0.0)
-            m = ON_LISTS["held"](m, v, eps, max_momentum) if max_momentum < math.inf else m
         else:
             v = ON_LISTS["second_moment"](v, g, b2, 1 - b2)
         _write((m_chunk, v_chunk), m, *([] if frozen else [v]))

@@ -111,14 +111,14 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (
             *_momentum()[:2], _momentum(keep)[2], _bytes(2, ranks, _BITS),
             _wave(2, ranks, _S).abs(), *_rows(n),
-            3e-2, 0.1, 1e-2, 0.7 if keep else math.inf, 0.5 if ranks > 1 else math.inf, keep,
+            3e-2, 0.1, 1e-2, 0.7 if keep else math.inf, keep,
             _momentum()[0] if ranks > 1 or not keep else [],
         )
         for keep, ranks, n in ((True, 1, _N), (True, 1, _WHOLE), (False, 1, _WHOLE), (True, 3, _WHOLE))
     ],
     "adamw_": lambda: [
-        (*_momentum()[:2], *_momentum(frozen)[1:], *_DESCENT[:-1], max_step, max_momentum, frozen)
-        for frozen, max_step, max_momentum in ((False, math.inf, math.inf), (True, 0.7, math.inf), (True, 0.7, 0.5))
+        (*_momentum()[:2], *_momentum(frozen)[1:], *_DESCENT[:-1], max_step, frozen)
+        for frozen, max_step in ((False, math.inf), (False, 0.7), (True, 0.7))
     ],
     "onebit_lamb_moments_": lambda: [
         (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit)
@@ -135,7 +135,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         for n, rows, frozen in ((4099, 1, False), (22, 2, True), (77, 3, False), (4099, 1, True))
     ],
     "elementwise_": lambda: [
-        ("held", _like(2), [*_momentum()[1], *_momentum()[2]], [_wave(_S).abs()], [0], [0.0, 0.7]),
+        ("descended", _like(2), [*_momentum()[1], *_momentum()[2]], [_wave(_S).abs()], [0], [0.0, 0.7]),
         ("lion", [*_like(1), *_like(1)], [*_momentum()[1], *_momentum()[0]], [_wave(1).abs()], [1], [0.9, 0.0]),
         ("sign_of", _momentum()[0], _momentum()[0], [], [], []),
         ("plus", _like(0), [*_momentum()[0], *_momentum()[1]], [], [], [0.3]),

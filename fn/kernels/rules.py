@@ -130,11 +130,6 @@ def clamped(u: Number, limit: Number) -> Number:
     return where(u > limit, limit, where(u < -limit, -limit, u))
 
 
-def held(m: Number, v: Number, eps: Number, limit: Number) -> Number:
-    """Return a momentum whose direction is within +-limit."""
-    return clamped(m, limit * denominator(v, eps))
-
-
 def descended(p: Number, u: Number, decay: Number, lr: Number) -> Number:
     """Return params after a step along a direction."""
     return p - lr * decayed(u, p, decay)

@@ -35,9 +35,9 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_SEGMENTS}, "
-        f"{_DESCENT}, float max_momentum, bool keep_zeros, Tensor(c!)[] copies) -> ()",
+        f"{_DESCENT}, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
-        f"{_DESCENT}, float max_momentum, bool frozen) -> ()",
+        f"{_DESCENT}, bool frozen) -> ()",
         "onebit_lamb_moments_": "(Tensor[] params, Tensor[] averages, Tensor scaling, Tensor(a!)[] mu, Tensor[] nu, "
         "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, float max_step) -> Tensor",
         "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay, "

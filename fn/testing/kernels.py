@@ -278,9 +278,9 @@ def arguments(
         ),
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *of_tensors, *descent, limit, True, leaves() if strided else [],
+            scales(2, 1 + 2 * frozen, segments), *of_tensors, *descent, True, leaves() if strided else [],
         ),
-        "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, limit, frozen),
+        "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
         "onebit_lamb_moments_": lambda: (
             leaves(), tensors(), scales(segments) + 0.1, tensors(), tensors(min=0.0), tensors(min=0.0), 0.9, 0.99,
             1e-6, 0.01, limit,

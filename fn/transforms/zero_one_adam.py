@@ -167,9 +167,9 @@ def scale_by_zero_one_adam(
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled; that of all steps since the last
             synchronisation is applied there, to the params agreed on last, so that no decay enters the momentum.
         sync: the transform that averages the steps. bias_correction: as for `scale_by_onebit_adam`.
-        max_step: clamp each element of the agreed s / (sqrt(nu) + eps) to +-max_step times the sum of lr since the
-            last synchronisation, and mu with it; None for no clamp. Local steps have no codes and are not clamped. See
-            `scale_by_onebit_adam`.
+        max_step: clamp each element of a step to +-max_step times lr, in a synchronising step to +-max_step times the
+            sum of lr since the last one; None for no clamp. Steps of all phases, for the momentum of codes that they
+            follow is not clamped. See `scale_by_onebit_adam`.
     Returns: a transform with all three phases. Between synchronisations params and mu differ between ranks. A variance
         step does not bring them together, so none may follow a local step; in `fn.zero_one_schedule` none does.
     Raises: ValueError if an argument is out of range; from a variance step behind a local one, but for a pure one on
@@ -178,8 +178,8 @@ def scale_by_zero_one_adam(
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
     Differs: a variance step uses the exact mean for the momentum, too, and sends no codes. The ranks return to the
         anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
-        not finite in a local step leaves that step out alone, and counts it: no message tells the others. A
-        synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
+        not finite in a local step leaves that step out alone, and counts it: no message tells the others. Steps are
+        clamped to `max_step`.
     """
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
@@ -209,21 +209,23 @@ def scale_by_zero_one_adam(
         ages = older(state.ages, bias_correction)
         mu = moving_average(state.mu, updates, b1, *ages[:1])
         nu = moving_average_of_squares(state.nu, updates, b2, *ages[1:])
-        out = common_step(lr, eps, weight_decay, mu, nu, params)
+        out = common_step(lr, eps, weight_decay, mu, nu, params, limit)
         # The largest gradient is a mean, alike on all ranks, so a guard that looks at it skips on all of them.
         peak = peak_of(largest(updates), all_finite(tree.leaves(out)))
         anchor = tree.map(lambda p, u: p.to(u.dtype) + u, params, out)  # the ranks agree on the new params
         return out, state._replace(step=state.step + 1, mu=mu, nu=nu, ages=ages, anchor=anchor, peak=peak)
 
-    def step_alone(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, Tree, tuple[Tensor, ...]]:
+    def step_alone(
+        updates: Tree, state: ZeroOneAdamState, most: float = math.inf
+    ) -> tuple[Tree, Tree, tuple[Tensor, ...]]:
         ages = older(state.ages, bias_correction, frozen=True)
         mu = zeros_kept(moving_average(state.mu, updates, b1, *ages[:1]), state.nu)
         # Back to the dtype of the moments: a 0-d rate in float64 may decide that of a 0-d update.
-        return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps)), mu, ages
+        return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps, most)), mu, ages
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        moves, mu, ages = step_alone(updates, state)
+        moves, mu, ages = step_alone(updates, state, limit)
         # where nu is zero, moves are zero whatever the gradient is
         ok = all_finite([*tree.leaves(moves), *tree.leaves(updates)]).to(state.dropped.device)
         moves, mu = kept_if(ok, moves, mu, state.mu)
@@ -233,7 +235,8 @@ def scale_by_zero_one_adam(
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        # The momentum of this step is dropped: it is rebuilt below, from the step that all ranks take.
+        # The momentum of this step is dropped: it is rebuilt below, from the step that all ranks take. This one is not
+        # clamped, for what is cut off before it is sent would be missing from the momentum, too.
         moves, _, ages = step_alone(updates, state)
         elapsed = later(state.elapsed)
         # All that this rank went since the anchor, this step included.
@@ -244,14 +247,11 @@ def scale_by_zero_one_adam(
         # Before elements are set to zero, which would hide a NaN.
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)
-        # Before the momentum is rebuilt: a momentum of the unclamped step would take the next local steps as far, which
-        # have no clamp.
-        if limit < math.inf:
-            mean = tree.map(lambda s, v: rules.held(s, v, eps, limit * elapsed).to(s.dtype), mean, state.nu)
         mu = rebuilt_momentum(mean, elapsed)
 
         def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
-            return (x - elapsed * weight_decay * x + over_root(s, v, eps)).to(x.dtype)
+            step = rules.clamped(over_root(s, v, eps), limit * elapsed) if limit < math.inf else over_root(s, v, eps)
+            return (x - elapsed * weight_decay * x + step).to(x.dtype)
 
         # From the anchor, not from the params: steps taken back would leave rounding of another kind on each rank.
         anchor = tree.map(moved, state.anchor, mean, state.nu)
@@ -270,13 +270,15 @@ def scale_by_zero_one_adam(
     return Transform(init, variance, agreed, LocalStep(hyper, local), needs_warmup=frozen, facts=facts)
 
 
-def common_step(lr: float | Tensor, eps: float, weight_decay: float, mu: Tree, nu: Tree, params: Tree) -> Tree:
+def common_step(
+    lr: float | Tensor, eps: float, weight_decay: float, mu: Tree, nu: Tree, params: Tree, max_step: float = math.inf
+) -> Tree:
     """Return the updates from moments that all ranks share."""
 
     def update(u: Tensor, p: Tensor) -> Tensor:
         return (-lr * (u + weight_decay * p.to(u.dtype))).to(u.dtype)
 
-    return tree.map(update, adam_direction(mu, nu, eps), params)
+    return tree.map(update, adam_direction(mu, nu, eps, max_step), params)
 
 
 def kept_if(ok: Tensor, moves: Tree, mu: Tree, mu_last: Tree) -> tuple[Tree, Tree]:

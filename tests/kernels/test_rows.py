@@ -40,7 +40,7 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
         sizes = [sum(map(torch.Tensor.numel, part)) for part, *_ in foreach.chunks(*lists)]
         assert sum(sizes) == 103
         assert all(size >= min(chunk, 103) for size in sizes[:-1])
-        foreach.adamw_(*lists, 0.9, 0.99, 1e-8, 0.1, 1e-2, math.inf, math.inf, True)
+        foreach.adamw_(*lists, 0.9, 0.99, 1e-8, 0.1, 1e-2, math.inf, True)
         return [*lists[0], *lists[2], *lists[3]]
 
     whole = step(1 << 15)

@@ -23,7 +23,6 @@ from fn.testing.kernels import small_arguments
 KERNELS = triton.row("cpu").kernels
 SHAPES = [(1023,), (), (0,), (7, 1), (5, 3, 2, 2)]
 DESCENT = (1e-3, 0.1, 1e-2, 0.7)
-MOST = 0.5
 SPECIAL = (0.0, -0.0, 1e-45, float("inf"), -float("inf"), float("nan"))
 
 draw = torch.Generator().manual_seed(0)
@@ -75,7 +74,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "momentum_encode", (tensors(), tensors(dtype), 0.9, error, sent, *place)
         step = tensors(dtype), tensors(), tensors(min=0.0)
         copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
-        yield "onebit_adam_", (*step, *message, *place, *DESCENT, MOST, True, copies)
+        yield "onebit_adam_", (*step, *message, *place, *DESCENT, True, copies)
         yield "momentum_rows", (tensors(), tensors(dtype), 0.2, sent[0] if count > 1 else None, count, runs)
         yield "drift", (step[0], tensors(), tensors(), tensors(dtype), step[2], 0.9, 1e-3, 1e-2, count, runs)
     yield from anywhere(dtype)
@@ -85,13 +84,13 @@ def anywhere(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield those that do not depend on the order of elements in memory."""
     moments = tensors(), tensors(min=0.0)
     for frozen in (False, True):
-        yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, MOST, frozen)
+        yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, frozen)
     yield "largest_magnitude", (tensors(dtype),)
     yield "sums_of_squares", (tensors(dtype),)
     lion = [*tensors(), *tensors(dtype)], [*tensors(), *tensors(dtype)]
     yield "elementwise_", ("lion", *lion, (torch.rand((), generator=draw),), [1], [0.9, 0.0])
-    held = tensors(dtype), [*tensors(dtype), *tensors(min=0.0)]
-    yield "elementwise_", ("held", *held, (torch.rand(len(SHAPES), generator=draw),), [0], [0.0, 0.7])
+    steps = tensors(dtype), [*tensors(dtype), *tensors(min=0.0)]
+    yield "elementwise_", ("descended", *steps, (torch.rand(len(SHAPES), generator=draw),), [0], [0.0, 0.7])
     scaling = torch.rand(len(SHAPES), generator=draw) + 0.1
     args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, 0.7
     yield "onebit_lamb_moments_", (tensors(dtype), tensors(), *args)
@@ -144,10 +143,10 @@ def check_lists() -> None:
 def check_one_layout_is_not_the_other() -> None:
     """A gradient in another order of elements than its param is left to the next row."""
     p, m, v = ([torch.zeros(2, 3, 4, 4)] for _ in range(3))
-    refused("adamw_", (p, [channels_last(p[0])], m, v, 0.9, 0.99, *DESCENT, MOST, False))
+    refused("adamw_", (p, [channels_last(p[0])], m, v, 0.9, 0.99, *DESCENT, False))
     for make in (lambda: torch.zeros(4, 4)[:, ::2], lambda: torch.zeros(1).expand(4)):
         lists = ([make()] for _ in range(4))
-        assert KERNELS["adamw_"](*lists, 0.9, 0.99, *DESCENT, MOST, False) is NotImplemented
+        assert KERNELS["adamw_"](*lists, 0.9, 0.99, *DESCENT, False) is NotImplemented
 
 
 def check_special_numbers() -> None:
@@ -157,8 +156,8 @@ def check_special_numbers() -> None:
         assert torch.equal(found.isnan(), torch.tensor(name == "nan")), name
         assert found.isnan() or found == torch.inf
     params, mu, nu = [torch.ones(6)], [torch.ones(6)], [torch.rand(6)]
-    compare("adamw_", (params, [special], mu, nu, 0.9, 0.99, *DESCENT, MOST, False))
-    compare("adamw_", (params, [special], mu, [torch.zeros(6)], 0.9, 0.99, *DESCENT, MOST, True))
+    compare("adamw_", (params, [special], mu, nu, 0.9, 0.99, *DESCENT, False))
+    compare("adamw_", (params, [special], mu, [torch.zeros(6)], 0.9, 0.99, *DESCENT, True))
     lists = params, [special], torch.ones(1), mu, nu, [torch.rand(6)]
     compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, 0.7))
     valid, runs = rows(1, [(6,)])
@@ -170,12 +169,12 @@ def check_whole_blocks() -> None:
     shapes = [(2 * blocks.BLOCK + 24,)]
     for dtype in (torch.float32, torch.bfloat16):
         lists = tensors(dtype, shapes), tensors(dtype, shapes), tensors(shapes=shapes), tensors(shapes=shapes, min=0.0)
-        compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, MOST, False))
+        compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, False))
     valid, runs = rows(2, shapes)
     error = torch.randn((2, sum(runs[1::2])), generator=draw)
     compare("momentum_encode", (lists[2], lists[1], 0.9, error, torch.rand(2, 1, generator=draw), valid, runs))
     half = [[x.view(2, 2, -1).transpose(0, 1)] for (x,) in lists]  # dense, and in no usual order
-    compare("adamw_", (*half, 0.9, 0.99, *DESCENT, MOST, False), torch.clone)
+    compare("adamw_", (*half, 0.9, 0.99, *DESCENT, False), torch.clone)
 
 
 def check_addresses() -> None:
@@ -191,7 +190,7 @@ def check_addresses() -> None:
 
 
 def check_no_elements() -> None:
-    assert KERNELS["adamw_"]([], [], [], [], 0.9, 0.99, *DESCENT, MOST, False) is NotImplemented
+    assert KERNELS["adamw_"]([], [], [], [], 0.9, 0.99, *DESCENT, False) is NotImplemented
     for op, args in anywhere(torch.float32):
         compare(op, args, empty)
 

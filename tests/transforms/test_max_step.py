@@ -41,7 +41,7 @@ def frozen(make: Callable[..., fn.Transform], sizes: torch.Tensor) -> tuple[Any,
     for _ in range(5):
         grads = sizes * torch.randn(WORLD, len(sizes), generator=noise)
         params, state = step(Phase.WARMUP, params, state, grads)
-    return params, state, partial(step, Phase.COMPRESSED)
+    return params, state, lambda params, state, grads, phase=Phase.COMPRESSED: step(phase, params, state, grads)
 
 
 SLEEPS = torch.tensor([1.0, 1.0, 1e-6, 1.0, 1e-6, 1.0, 1.0, 1.0])
@@ -75,18 +75,21 @@ def test_the_momentum_and_the_residuals_are_untouched(name: str) -> None:
         assert all(map(torch.equal, *(tree.leaves(tree.fields(state, field)) for state in states))), field
 
 
-def test_the_momentum_of_a_synchronising_step_is_that_of_the_clamped_one() -> None:
+def test_zero_one_adam_clamps_the_steps_of_all_phases_and_no_momentum() -> None:
+    """Any of them may follow a synchronising step, whose momentum is of codes.
+
+    Differs: fn.transforms.zero_one_adam.scale_by_zero_one_adam: Steps are clamped to `max_step`.
+    Differs: fn.zero_one_optimizers.zero_one_adam: Steps are clamped to `max_step`.
     """
-    Differs: fn.transforms.zero_one_adam.scale_by_zero_one_adam: A synchronising step is clamped to `max_step`, and the
-        momentum is rebuilt from the clamped step.
-    Differs: fn.zero_one_optimizers.zero_one_adam: a synchronising step is clamped to `max_step`, and the momentum is
-        rebuilt from the clamped step.
-    """
-    before, state, step = frozen(partial(fn.zero_one_adam, max_step=0.5), SLEEPS)
-    after, state = step(before, state, torch.ones(WORLD, len(SLEEPS)))
-    (mu,), (nu,) = tree.fields(state, "mu"), tree.fields(state, "nu")
-    torch.testing.assert_close(after[0] - before[0], -LR * mu[0] / (nu.sqrt() + 1e-8), rtol=1e-5, atol=1e-7)
-    assert float((after - before).abs().max()) <= 0.5 * LR * (1 + 1e-5)
+    momenta = []
+    for phase in (Phase.WARMUP, Phase.LOCAL, Phase.COMPRESSED):
+        for limit in (None, 0.5):
+            params, state, step = frozen(partial(fn.zero_one_adam, max_step=limit), SLEEPS)
+            params, state = step(params, state, torch.ones(WORLD, len(SLEEPS)))
+            momenta.append(tree.fields(state, "mu")[0])
+            after, _ = step(params, state, SLEEPS * torch.ones(WORLD, 1), phase=phase)
+        torch.testing.assert_close((after - params).abs().amax(), torch.tensor(0.5 * LR))
+        torch.testing.assert_close(*momenta[-2:])
 
 
 @pytest.mark.parametrize("name", MAKES)

@@ -17,7 +17,6 @@ from torch import Tensor
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude, prefetch
 from fn.kernels.cpu.loops import (
-    INFINITY,
     LINE,
     PREFETCH_FAR,
     SMALLEST,
@@ -33,7 +32,7 @@ from fn.kernels.cpu.loops import (
 from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.rules import adamw, held, kept_at_zero, lerp, second_moment
+from fn.kernels.rules import adamw, kept_at_zero, lerp, second_moment
 
 LARGE_BLOCK = 1 << 16
 """Elements of a block where no squares are added."""
@@ -83,21 +82,19 @@ def encode_averages(
 
 
 @compiled("contract")
-def onebit_piece(mean, p, nu, descent, limit, keep_zeros, count):
+def onebit_piece(mean, p, nu, descent, keep_zeros, count):
     """Take AdamW's step with a momentum, which is masked in place."""
-    m, param, v, holds = floats(mean), floats(p), floats(nu), limit < INFINITY
+    m, param, v = floats(mean), floats(p), floats(nu)
     for j in range(count):
         if keep_zeros:
             m[j] = kept_at_zero(m[j], v[j], ZERO, ZERO)
-        if holds:  # 8 % of the loop's time, and only 0/1 Adam has a limit
-            m[j] = held(m[j], v[j], descent[0], limit)
         param[j] = adamw(param[j], m[j], v[j], *descent)
 
 
 @compiled()
 def onebit_blocks(
     low, high, grid, ps, mus, nus, widths, sizes, copies, received, row_stride, stride, ranks, scales, descent,
-    limit, keep_zeros, scratch,
+    keep_zeros, scratch,
 ):  # fmt: skip
     """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0."""
     for k in range(low, high):
@@ -111,19 +108,19 @@ def onebit_blocks(
         for i in range(0, have, STEP):
             at, count = 4 * i, min(STEP, have - i)
             unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count)
-            onebit_piece(scratch, p + at, nu + at, descent, limit, keep_zeros, count)
+            onebit_piece(scratch, p + at, nu + at, descent, keep_zeros, count)
             write(mu + at, scratch, count, streams(grid, mu))
             if too:
                 write(too + at, p + at, count, streams(grid, too))
 
 
 @compiled("contract")
-def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, limit, frozen, count):
+def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
     """Take AdamW's step."""
     param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
     if frozen:
         for j in range(count):
-            new = held(kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO), v[j], descent[0], limit)
+            new = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
             m[j] = new
             param[j] = adamw(param[j], new, v[j], *descent)
     else:
@@ -134,17 +131,17 @@ def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, limit, frozen, count):
 
 
 @compiled("contract")
-def momentum_piece(p, mu, nu, descent, limit, count):
+def momentum_piece(p, mu, nu, descent, count):
     """Take a frozen step from a momentum that is there already."""
     param, m, v = floats(p), floats(mu), floats(nu)
     for j in range(count):
-        new = held(kept_at_zero(m[j], v[j], ZERO, ZERO), v[j], descent[0], limit)
+        new = kept_at_zero(m[j], v[j], ZERO, ZERO)
         m[j] = new
         param[j] = adamw(param[j], new, v[j], *descent)
 
 
 @compiled()
-def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, limit, frozen):
+def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, frozen):
     """Take AdamW's step, block by block."""
     for k in range(low, high):
         _, _, length, s, offset = block_of(grid, k)
@@ -152,9 +149,9 @@ def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, limi
         for i in range(0, length, STEP):
             at, count = 4 * (offset + i), min(STEP, length - i)
             if frozen and g == mu:  # one address given twice keeps a loop from lanes
-                momentum_piece(p + at, mu + at, nu + at, descent, limit, count)
+                momentum_piece(p + at, mu + at, nu + at, descent, count)
             else:
-                adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, limit, frozen, count)
+                adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, count)
 
 
 @compiled()
@@ -269,8 +266,8 @@ def momentum_encode(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float,
-    keep_zeros: bool, copies: Sequence[Tensor],
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`."""
     at = block_table(runs)
@@ -278,20 +275,20 @@ def onebit_adam_(
         return NotImplemented
     descent = (*map(float, (eps, weight_decay, lr, max_step)),)
     run(onebit_blocks, at, valid, [*params], [*mu], [*nu], *extents(params, at), [*copies] or None,
-        *messages(bits, divided(scales)), descent, float(max_momentum), keep_zeros, scratch=4 * STEP)  # fmt: skip
+        *messages(bits, divided(scales)), descent, keep_zeros, scratch=4 * STEP)  # fmt: skip
     return None
 
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
     at, descent = block_table(runs_of_tensors(params), LARGE_BLOCK), (*map(float, (eps, weight_decay, lr, max_step)),)
     run(adamw_blocks, at, 1, [*params], [*grads], [*mu], [*nu], float(b1), float(b2), float(1 - b2), descent,
-        float(max_momentum), frozen)  # fmt: skip
+        frozen)  # fmt: skip
     return None
 
 

@@ -126,23 +126,22 @@ def onebit_adam_(
     weight_decay: float,
     lr: float,
     max_step: float,
-    max_momentum: float,
     keep_zeros: bool,
     copies: Sequence[Tensor],
 ) -> None:
     """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
 
-        mu <- held(mean_r D(codes_r)), 0 where nu = 0
+        mu <- mean_r D(codes_r), 0 where nu = 0
         p <- p - lr (clamp(mu / (sqrt(nu) + eps)) + weight_decay p)
 
     Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
-        runs: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. max_step: the direction is `clamped` to it.
-        max_momentum: the momentum is `held` where its direction is within it. Infinity for none of each. keep_zeros:
-        without it, mu is not masked. copies: S tensors into which the new params are copied, or none.
+        runs: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. max_step: the direction is `clamped` to it;
+        infinity for no clamp. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params are
+        copied, or none.
     """
     means = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
     for p, m, v, x in zip(params, mu, nu, means, strict=True):
-        m.copy_(rules.held(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x, v, eps, max_momentum))
+        m.copy_(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x)
         _descend(p, m, v, eps, weight_decay, lr, max_step)
     for copy, p in zip(copies, params, strict=bool(copies)):
         copy.copy_(p)
@@ -159,7 +158,6 @@ def adamw_(
     weight_decay: float,
     lr: float,
     max_step: float,
-    max_momentum: float,
     frozen: bool,
 ) -> None:
     """Take AdamW's step.
@@ -167,8 +165,8 @@ def adamw_(
         mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          p as for `onebit_adam_`
 
     Args: params, grads, mu, nu: as many tensors each; all but grads are written. b1, b2: of this step; moments that are
-        stored bias-corrected decay by less in the first ones. max_step: as for `onebit_adam_`. frozen: nu rests, mu
-        stays 0 where nu is, and max_momentum is as for `onebit_adam_`; nothing is held otherwise.
+        stored bias-corrected decay by less in the first ones. max_step: as for `onebit_adam_`. frozen: nu rests, and
+        mu stays 0 where nu is.
 
     A kernel may write zero for a momentum below the smallest normal number, 2**-126 in float32. Where gradients stay
     zero, rounding would keep it at a few of the smallest numbers there are. Some processors are slow with those.
@@ -177,7 +175,7 @@ def adamw_(
         g = g.to(m.dtype)
         m.copy_(rules.lerp(g, m, b1))
         if frozen:
-            m.copy_(rules.held(rules.kept_at_zero(m, v, 0.0, 0.0), v, eps, max_momentum))
+            m.copy_(rules.kept_at_zero(m, v, 0.0, 0.0))
         else:
             v.copy_(rules.second_moment(v, g, b2, 1 - b2))
         _descend(p, m, v, eps, weight_decay, lr, max_step)
@@ -207,7 +205,7 @@ def adamw_into_(
         to.copy_(x)
     # The second moment that rests is read where it is, and not written: frozen steps do not copy it.
     p, mu, nu = new[:1], new[1:2], old[2:] if frozen else new[2:]
-    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, max_step, math.inf, frozen)
+    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, max_step, frozen)
     # 0-d twice -> (2,)
     return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 

@@ -67,7 +67,7 @@ def test_a_momentum_below_the_normal_numbers_comes_to_rest_at_zero(n, frozen):
     start = torch.tensor([4 * 1.4e-45, -1e-39, tiny * 1.2, -tiny * 1.2, tiny, 1e-3, -2.0, float("nan")])
     mu, nu = start.repeat(4)[:n].clone(), torch.full((n,), 1e-4)
     lists = [torch.zeros(n)], [torch.zeros(n)], [mu], [nu]
-    steps.adamw_(*lists, 0.9, 0.99, 1e-8, 0.0, 1e-3, math.inf, math.inf, frozen)
+    steps.adamw_(*lists, 0.9, 0.99, 1e-8, 0.0, 1e-3, math.inf, frozen)
     decayed = 0.9 * start.repeat(4)[:n]
     expected = torch.where(decayed.abs() < tiny, 0.0, decayed)
     torch.testing.assert_close(mu, expected, rtol=1e-6, atol=0, equal_nan=True)
@@ -126,7 +126,7 @@ def test_a_frozen_step_from_the_momentum_that_is_there_is_that_from_a_copy_of_it
     for aliased in (True, False):
         params, mu, nu = ([x.clone() for x in each] for each in (p, m, v))
         grads = mu if aliased else [x.clone() for x in mu]
-        steps.adamw_(params, grads, mu, nu, 0.0, 0.0, 1e-8, 0.01, 1e-3, math.inf, math.inf, True)
+        steps.adamw_(params, grads, mu, nu, 0.0, 0.0, 1e-8, 0.01, 1e-3, math.inf, True)
         taken.append([*params, *mu, *nu])
     assert all(map(torch.equal, *taken))
     assert not taken[0][3][::7].any()

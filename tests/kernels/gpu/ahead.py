@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "anywhere": ("adamw", {"ALIGNED": False}),
     "a rule of half precision, in place": (
         "elementwise",
-        {"RULE": rules.RULES["held"], "RESULTS": (tl.bfloat16,), "OPERANDS": (tl.bfloat16, tl.float32),
+        {"RULE": rules.RULES["descended"], "RESULTS": (tl.bfloat16,), "OPERANDS": (tl.bfloat16, tl.float32),
          "KINDS": ("each", "number"), "BARRIER": True},
     ),
 }

@@ -78,8 +78,8 @@ RULES = _scope
 adamw, clamped, decayed, denominator, descended, direction, drift = (
     _scope[name] for name in ("adamw", "clamped", "decayed", "denominator", "descended", "direction", "drift")
 )
-held, implied_gradient, kept_at_zero, second_moment = (
-    _scope[name] for name in ("held", "implied_gradient", "kept_at_zero", "second_moment")
+implied_gradient, kept_at_zero, second_moment = (
+    _scope[name] for name in ("implied_gradient", "kept_at_zero", "second_moment")
 )
 code_scale, compensated, damped, residual, shortened, signed = (
     _scope[name] for name in ("code_scale", "compensated", "damped", "residual", "shortened", "signed")

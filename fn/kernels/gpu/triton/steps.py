@@ -37,7 +37,7 @@ from fn.kernels.gpu.triton.blocks import (
     store,
 )
 from fn.kernels.gpu.triton.launches import launch_of
-from fn.kernels.gpu.triton.rules import adamw, held, kept_at_zero, lerp, second_moment
+from fn.kernels.gpu.triton.rules import adamw, kept_at_zero, lerp, second_moment
 from fn.kernels.layout import plain
 
 
@@ -68,15 +68,14 @@ def encode_averages_kernel(addresses, table, valid, buffer, sent, out, bits, squ
 
 
 @jit
-def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, share, descent, max_momentum, length,
-                 real, KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr,
+def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, share, descent, length, real,
+                 KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Take the step with the mean momentum."""
     i = octets(BLOCK)
     m, v = mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK), load(nu, i, inside, FULL)
     if KEEP_ZEROS:
         m = kept_at_zero(m, v, 0.0, 0.0)
-    m = held(m, v, descent[0], max_momentum)
     store(mu, i, m, inside, FULL)
     # Rounded before it is copied: a copy that is an anchor has to equal the param, to the last bit.
     new = adamw(load(p, i, inside, FULL), m, v, *descent).to(p.dtype.element_ty)
@@ -86,8 +85,8 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, 
 
 
 @kernel
-def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, max_step, max_momentum, n,
-                  blocks, segments, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
+def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, max_step, n, blocks,
+                  segments, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
                   COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, if so wanted.
 
@@ -103,13 +102,13 @@ def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, 
     scales += r * ranks * segments + s
     tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, segments, share)
     if inside == BLOCK:
-        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, COPIES, True, BLOCK)
+        onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, True, BLOCK)
     else:
-        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, COPIES, False, BLOCK)
+        onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, False, BLOCK)
 
 
 @jit
-def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZEN: tl.constexpr, FULL: tl.constexpr,
+def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN: tl.constexpr, FULL: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step."""
     i = tl.arange(0, BLOCK)
@@ -122,7 +121,7 @@ def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZ
     if p.dtype.element_ty != tl.float32 or g.dtype.element_ty != tl.float32:
         tl.debug_barrier()
     if FROZEN:
-        m = held(kept_at_zero(m, v, 0.0, 0.0), v, descent[0], max_momentum)
+        m = kept_at_zero(m, v, 0.0, 0.0)
     else:
         v = second_moment(v, x, b2, rest2)
         store(nu, i, v, length, FULL)
@@ -131,7 +130,7 @@ def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZ
 
 
 @kernel
-def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, max_step, max_momentum, n, blocks,
+def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, max_step, n, blocks,
                  P: tl.constexpr, G: tl.constexpr, FROZEN: tl.constexpr, ALIGNED: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step. addresses: of params, gradients, mu, nu."""
@@ -140,9 +139,9 @@ def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, max_ste
     p, g = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, G, ALIGNED)
     mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
     if length == BLOCK:
-        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZEN, True, BLOCK)
+        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN, True, BLOCK)
     else:
-        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZEN, False, BLOCK)
+        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN, False, BLOCK)
 
 
 @jit
@@ -201,13 +200,13 @@ def magnitude_kernel(addresses, table, peaks, n, blocks, G: tl.constexpr, BLOCK:
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.steps.adamw_`."""
     lists = lists_of(params, grads, mu, nu, block=launch_of(adamw_kernel).block, P=params, G=grads)
     if lists is None:
         return NotImplemented
-    numbers = floats(b1, b2, 1 - b2, eps, weight_decay, lr, max_step, max_momentum)
+    numbers = floats(b1, b2, 1 - b2, eps, weight_decay, lr, max_step)
     args = lists.addresses, lists.row.table, *numbers, *lists.row.sizes
     launch(adamw_kernel, params[0], lists.row.blocks, *args, **lists.constants, FROZEN=frozen)
     return None
@@ -261,8 +260,8 @@ def momentum_encode(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, max_momentum: float,
-    keep_zeros: bool, copies: Sequence[Tensor],
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`."""
     if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
@@ -274,7 +273,7 @@ def onebit_adam_(
         return NotImplemented
     bits = evenly(bits)
     table, valid, *sizes = lists.row.segments(valid)
-    numbers = floats(eps, weight_decay, lr, max_step, max_momentum)
+    numbers = floats(eps, weight_decay, lr, max_step)
     args = lists.addresses, table, valid, bits, scales.contiguous(), *numbers, *sizes, *messages(bits)
     constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies)}
     launch(onebit_kernel, bits, bits.shape[0] * lists.row.blocks, *args, **lists.constants, **constants)
