@@ -97,21 +97,23 @@ def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
         widths, valid = segments_of(segments, rows, n, device)
         return *tile(widths, valid.contiguous(), block), *_places(widths, block, device)
 
-    def encode(x: Tensor, turn: Tensor | int = 0) -> Ballots:
+    def encode(x: Tensor, against: Tensor | int = 2 * EVEN) -> Ballots:
+        """Return the votes. against: a byte with a 1 at the indices where a zero votes for -."""
         # (R, n) -> (R, n / 8). A zero is neither above nor below; NaN is not zero.
         plus, minus = torch.ops.fn.pack_bits(x), torch.ops.fn.pack_bits(-x)
         zero = plus & minus
-        # A zero has a 1 in `plus`, which is taken away at the indices that vote for -. Twice EVEN: the odd ones.
-        bits = plus if ties == "plus" else plus ^ (zero & (2 * EVEN - EVEN * turn))
-        # Two reductions to (R,) notice every NaN and Inf without a mask (R, n). They refuse rows without elements.
-        largest = torch.maximum(x.amax(1), -x.amin(1)) if x.shape[1] else x.new_zeros(len(x))
-        finite = largest[:, None].isfinite()  # (R, 1)
-        _, _, octets, flags, length = lay_out(x.shape[0], x.shape[1], x.device)
-        cast = x.new_zeros(len(x), length)  # (R, F), whose sign is packed
+        # A zero has a 1 in `plus`, which is taken away at the indices that vote for -.
+        bits = plus if ties == "plus" else plus ^ (zero & against)
+        # Two reductions to (R, 1) notice every NaN and Inf without a mask (R, n). They refuse rows without elements.
+        most, least = (x.amax(1, True), x.amin(1, True)) if x.shape[1] else [x.new_zeros(len(x), 1)] * 2
+        finite = most - most == least - least  # NaN if they are not
+        _, _, octets, _, length = lay_out(x.shape[0], x.shape[1], x.device)
         if ties == "alternate":
-            # (R, n / 8) -> (R, B, block / 8) -> (R, B)
+            # (R, n / 8) -> (R, F, block / 8) -> (R, F)
             silent = (zero == 0xFF).index_select(1, octets).unflatten(1, (-1, block // 8)).all(-1)
-            cast = cast.index_copy(1, flags, -silent.to(x.dtype))
+            cast = silent * -1.0  # whose sign is packed: 0 where a rank abstains
+        else:
+            cast = x.new_zeros(len(x), length)
         return Ballots(bits, torch.ops.fn.pack_bits(cast), finite.to(torch.uint8))
 
     def scales_of(payload: Ballots, rows: int) -> Tensor:
@@ -139,8 +141,8 @@ def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
         turn = (error.age * GOLDEN >> 31) & 1
         # A rank has a row for each server, a server has one. Zeros of ranks vote against what servers do with ties in
         # the same step: of four ranks, two with zeros would else decide against the other two in every second step.
-        turn = 1 - turn if x.shape[0] > 1 else turn
-        return encode(x, turn.to(torch.uint8)), Counted(error.age + 1)
+        against = EVEN << turn if x.shape[0] > 1 else 2 * EVEN >> turn
+        return encode(x, against.to(torch.uint8)), Counted(error.age + 1)
 
     counting = Fused(init, lambda x, error: isinstance(error, Counted), in_turn, None)
 
@@ -153,18 +155,19 @@ def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
 
 @cached_plan
 def _places(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the places of each block's bytes in a row (B block / 8,), those of its flag (B,), and the flags' number F.
+    """Return the places of the bytes of each flag's block (F block / 8,), those of each block's flag (B,), and F.
 
-    A shorter block repeats its last byte. Flags of a tensor begin a byte of their own, so that a message of several
-    tensors is as long as messages of one together.
+    Flags of a tensor begin a byte of their own, so that a message of several tensors is as long as messages of one
+    together. A shorter block repeats its last byte, as a flag without a block does.
     """
     octets: list[int] = []
     flags: list[int] = []
     first, length = 0, 0
     for width in widths:
         blocks, end = -(-width // block), first + width // 8
-        octets += [min(k, end - 1) for k in range(first, first + blocks * block // 8)]
+        whole = -(-blocks // 8) * 8
+        octets += [min(k, end - 1) for k in range(first, first + whole * block // 8)]
         flags += range(length, length + blocks)
-        first, length = end, length + -(-blocks // 8) * 8
+        first, length = end, length + whole
     of_bytes, of_flags = (torch.tensor(places, dtype=torch.int64, device=device) for places in (octets, flags))
     return of_bytes, of_flags, length

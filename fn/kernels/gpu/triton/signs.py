@@ -30,6 +30,7 @@ from fn.kernels.gpu.triton.blocks import (
 )
 from fn.kernels.gpu.triton.rules import residual
 from fn.kernels.layout import plain
+from fn.kernels.tracing import cached_plan
 
 
 @jit
@@ -131,8 +132,9 @@ def residual_kernel(b, scales, out, table, valid, n, blocks, segments, ALIGNED: 
 
 
 def _encode(
-    x: Tensor, error: tuple[Tensor, Tensor] | None, valid: Tensor, runs: Sequence[int], out: Tensor | None = None
-) -> Any:
+    x: Tensor, error: tuple[Tensor, Tensor] | None, valid: Tensor, runs: Sequence[int], out: Tensor | None = None,
+    *, sums: bool = True,
+) -> Any:  # fmt: skip
     row = cut(runs, x.device)
     if not row.host.aligned or any(t.dtype == torch.float64 for t in (x, *(error or ()))):
         return NotImplemented
@@ -144,22 +146,32 @@ def _encode(
     args = x, buffer, sent, out, bits, squares, *row.segments(valid)
     constants = {"FEEDBACK": error is not None, "ALIGNED": row.host.whole, "BLOCK": BLOCK}
     launch(encode_kernel, x, squares.numel(), *args, **constants)
-    return out, bits, add_up(squares, row)
+    return out, bits, add_up(squares, row) if sums else None
+
+
+@cached_plan
+def _whole(rows: int, n: int, device: torch.device) -> Tensor:
+    """Return the lengths (R, 1) of rows of one segment, all of it real."""
+    return torch.full((rows, 1), n, dtype=torch.int64, device=device)
+
+
+@cached_plan
+def _ones(rows: int, device: torch.device) -> Tensor:
+    return torch.ones((rows, 1), dtype=torch.float32, device=device)
 
 
 def pack_bits(x: Tensor) -> Tensor:
     """See `reference.codes.pack_bits`."""
     # A float64 number below the smallest float32 would be rounded to zero, and its sign be lost.
     x = x if x.dtype != torch.float64 else torch.where(x >= 0, 1.0, -1.0).to(torch.float32)
-    valid = torch.full((x.shape[0], 1), x.shape[1], dtype=torch.int64, device=x.device)
-    bits: Tensor = _encode(x, None, valid, (1, x.shape[1]))[1]
+    bits: Tensor = _encode(x, None, _whole(x.shape[0], x.shape[1], x.device), (1, x.shape[1]), sums=False)[1]
     return bits
 
 
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """See `reference.codes.unpack_bits`."""
-    ones = torch.ones((bits.shape[0], 1), dtype=torch.float32, device=bits.device)
-    signs: Tensor = sign_decode(bits, ones, torch.full_like(ones, n, dtype=torch.int64), (1, n))
+    rows, device = bits.shape[0], bits.device
+    signs: Tensor = sign_decode(bits, _ones(rows, device), _whole(rows, n, device), (1, n))
     return signs.to(dtype)
 
 
