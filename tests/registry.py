@@ -178,7 +178,7 @@ CONTRIB_LINKS = {name: make for method in CONTRIB for name, make in method.links
 EVERY = (*OPTIMIZERS, *OTHERS, *CONTRIB)
 
 CODES = (
-    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "powersgd_adamw", "lion_vote")),
+    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "powersgd_adamw", "dion", "lion_vote")),
     Named("sign_muon, directions", partial(fn.sign_muon, votes="directions"), CODED, fn.freeze_after(2)),
     *(optimizer for optimizer in CONTRIB if optimizer.phases == CODED),
 )

@@ -52,6 +52,13 @@ class LowRankState(NamedTuple):
     mean: tuple[Tree, Tree]
 
 
+@declare(rank_local=("errors",), errors=("errors",), warmup_errors=("errors",))
+class OrthonormalState(LowRankState):
+    """The state of `low_rank_average(orthonormal=True)`, whose warm-up reads the errors, too."""
+
+    __slots__ = ()
+
+
 @says(name="low_rank_average", is_fresh=True)
 class LowRankAverage(NamedTuple):
     """The rule of `low_rank_average`. axis: its argument."""
@@ -193,7 +200,7 @@ def low_rank_average(
             if tree.leaves(states):
                 cure = "give it fn.off(): the basis of the factors changes, so errors of them mean nothing"
                 raise ValueError(expected("mean", "a transform that keeps nothing", "one with a state", cure))
-        state = LowRankState(errors, q, states)
+        state = (OrthonormalState if orthonormal else LowRankState)(errors, q, states)
         if isinstance(axis, str):
             reshapes.add((state, _reshape(leaves, plans, axis, feedback)))
         return state
@@ -292,7 +299,7 @@ def low_rank_average(
                 # (B, m, r) -> B bases (m, r); (B, rows, columns) -> B updates in the shapes of the leaves
                 for i, next_q, out in zip(stack.places, basis.unbind(), product.unbind(), strict=True):
                     q_after[i], outs[i] = next_q, out.view(leaves[i].shape)
-            return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(q_after), state.mean)
+            return tree.unflatten(structure, outs), state._replace(errors=tuple(errors), q=tuple(q_after))
 
         return LowRankAverage(axis, update)
 
