@@ -236,7 +236,9 @@ def _late(tx: Transform, correction: float) -> Transform:
         if correction:
             extra = apply(rules.plus, (moves, state.last), -1.0)  # u_t - u_{t-1}
             corrects = state.follows & _moves(rates).to(state.follows.device)
-            moves = apply(rules.plus, (moves, extra), correction * corrects.to(torch.float32), wide=True)
+            # In a pass of its own: as a factor of `plus`, a number that lies on a device would be waited for.
+            extra = apply(rules.scaled, (extra,), correction * corrects.to(torch.float32), wide=True)
+            moves = apply(rules.plus, (moves, extra), 1.0, wide=True)
         new = apply_updates(params, moves)
         taken = left._replace(
             inner=(*state.inner[:cut], *rest), last=last if correction else (), follows=torch.ones_like(no)

@@ -1,4 +1,4 @@
-"""The plain DDP recipe, and the README's diffs of a plain DDP script, on two gloo ranks."""
+"""The plain DDP recipe and the examples of FSDP2, on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -17,8 +16,6 @@ import torch
 import torch.distributed as dist
 from as_torchrun import execute
 from ranks import run
-
-import fn
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / "examples" / "trainers"
@@ -71,78 +68,3 @@ def test_an_example_of_fsdp2_resumes_bit_for_bit_from_its_own_checkpoint(ranks, 
     for rank, (alike, stood, steps, printed) in enumerate(run(ranks, fsdp2, script, str(tmp_path), *arguments)):
         assert (alike, stood, steps) == (True, False, 6)
         assert ("loss" in printed) == (rank == 0 and "diloco" in script)  # the other prints every tenth step
-
-
-SCRIPT = """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 1)
-model = DistributedDataParallel(model)
-opt = torch.optim.AdamW(model.parameters(), lr=2e-2)
-
-torch.manual_seed(dist.get_rank())
-losses = []
-for step in range(200):
-    x = torch.randn(64, 8)
-    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
-    losses.append(loss.detach())
-"""
-
-
-def diffs() -> list[list[str]]:
-    """Return the lines of the README's diffs of a plain DDP script."""
-    blocks = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    return [block.splitlines() for block in blocks]
-
-
-def patched(diff: list[str]) -> str:
-    """Return the plain script after a diff; what the diff says was there must be there, in this order."""
-    lines, at = SCRIPT.splitlines(), 0
-    for line in diff:
-        if line.startswith("+"):
-            lines.insert(at, line[1:])
-        else:
-            at = lines.index(line[1:], at)
-            if line.startswith("-"):
-                del lines[at]
-                continue
-        at += 1
-    return "\n".join(lines)
-
-
-def before_and_after(folder: str) -> list[Any]:
-    found = []
-    for name, script in (("plain", SCRIPT), *((f"changed{i}", patched(diff)) for i, diff in enumerate(diffs()))):
-        path = Path(folder) / f"{name}-{dist.get_rank()}.py"
-        path.write_text(script)
-        with fn.ledger() as sent:
-            names = execute(path)
-        params = [p.detach().flatten().tolist() for p in names["model"].parameters()]
-        found.append((names["opt"], [x.item() for x in names["losses"]], sent.total, params))
-    return [(type(opt).__module__, *rest) for opt, *rest in found]
-
-
-def test_the_readmes_diffs_change_a_plain_ddp_script_by_few_lines():
-    """Two lines more, or three lines in the place of one."""
-    assert [[sum(line.startswith(sign) for line in diff) for sign in "-+"] for diff in diffs()] == [[0, 2], [1, 3]]
-
-
-@pytest.mark.slow
-def test_a_plain_ddp_script_trains_with_either_diff_of_the_readme(tmp_path):
-    """And the warm-up of the second one takes AdamW's steps, weight decay and bias correction included."""
-    ranks = run(2, before_and_after, str(tmp_path))
-    for plain, averaged, ours in ranks:
-        assert (plain[0], averaged[0]) == ("torch.optim.adamw", "torch.optim.adamw")
-        assert ours[0].startswith("fn.adapters.")
-        assert plain[2] == 0 < min(averaged[2], ours[2])
-        assert ours[1][:101] == pytest.approx(plain[1][:101], rel=1e-3, abs=1e-6)
-        for _, losses, _, _ in (plain, averaged, ours):
-            assert losses[-1] < losses[0] / 4
-    assert [found[3] for found in ranks[0]] == [found[3] for found in ranks[1]]

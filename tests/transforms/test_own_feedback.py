@@ -149,8 +149,9 @@ def test_an_error_of_another_form_is_refused_before_anything_is_written(make, na
 def test_feedback_and_codecs_of_ones_own_take_the_pure_steps(make, name):
     for answer in case.answer("taken"):
         ours, theirs = answer[make.__name__, name]
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # a code may flip
+        pairs = list(zip(ours, theirs, strict=True))
+        far = sum(int((~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-4)).sum()) for a, b in pairs)
+        assert far <= sum(a.numel() for a, _ in pairs) / 100  # a code, or a scale in half precision, may flip
 
 
 def undelivered(opt, feedback):
