@@ -129,7 +129,7 @@ def dion(
     """
     check_interval("momentum", momentum, "[0, 1)")
     check_number("adamw_rate", adamw_rate)
-    named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1, in_parts=False)
+    named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1, takes_parts=False)
     low_rank = partial(
         low_rank_average, axis, rank, feedback=decayed(1.0, 1.0 - momentum), mean=mean, orthonormal=True,
         multiple_of=multiple_of, iterations=iterations, seed=seed,

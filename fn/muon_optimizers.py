@@ -147,7 +147,7 @@ def normuon(
         >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
         >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
         >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
-        0.450 -> 0.006
+        0.450 -> 0.007
 
     With Lion for the others, say, it is `muon`'s chain with `fn.scale_by_neuron_norm(b2)` behind `fn.scale_by_muon`.
 

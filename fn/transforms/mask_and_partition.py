@@ -359,13 +359,13 @@ def hidden_and_other(
     names: Mapping[str, str],
     is_hidden: Callable[[Tensor], bool] | None = None,
     *,
-    in_parts: bool = True,
+    takes_parts: bool = True,
 ) -> Callable[[Tree], Tree]:
     """Return labels for `partition` from those of `fn.labels_of`, whose tensors `is_hidden` must take, too.
 
     Args: labels: "hidden" and "other"; None: by `is_hidden` alone. names: the label of `partition` for each of both.
         is_hidden: of a tensor, whether the optimizer of hidden matrices can take it. None: matrices, and stacks of them
-            where a label says so, for without labels they may be convolutions. in_parts: whether it takes the blocks
+            where a label says so, for without labels they may be convolutions. takes_parts: whether it takes the blocks
             and heads that labels say.
     Raises: from the function that is returned, ValueError for other labels.
     """
@@ -384,7 +384,7 @@ def hidden_and_other(
         given = tree.in_order(given, params, "labels")
         if unknown := {*map(str, tree.leaves(given))} - set(names):
             raise ValueError(expected("labels", "'hidden' or 'other' for each tensor", f"{sorted(unknown)}"))
-        if not in_parts and (parts := [label for label in tree.leaves(given) if isinstance(label, Label)]):
+        if not takes_parts and (parts := [label for label in tree.leaves(given) if isinstance(label, Label)]):
             cure = "write labels[name] = 'hidden' to take the tensor whole, or 'other'"
             raise ValueError(expected("labels", "tensors that are taken whole", f"{parts[0]!r}", cure))
         # What the shape rules out is "other" whatever the label says: Muon would refuse it.

@@ -161,7 +161,7 @@ def owned(
 
     def errors_of(leaves: Sequence[Tensor], hop: Hop) -> tuple[Tree, ...]:
         if hop.exact:
-            return tuple(() for _ in leaves)
+            return ()
         # vectors (n,), n rounded up to the codec's alignment: an owner gets whole tensors, so there is one row
         zeros = [x.new_zeros(row.segments.row_length) for x, row in zip(leaves, rows_of(leaves, hop), strict=True)]
         return tuple(hop.feedback.init(x) for x in zeros)

@@ -146,7 +146,8 @@ def unsharded(
         leaves, structure = tree.flatten(pieces)
         cuts = _cuts(shards, leaves)
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
-        forms = [torch.empty(c.shape if c else x.shape, device="meta") for x, c in zip(leaves, cuts, strict=True)]
+        shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
+        forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
         stacks = facts.in_slices(tree.unflatten(structure, forms))
         is_stack = [flag for flag, cut in zip(stacks, cuts, strict=True) if cut is not None]
         divided = [form for form, cut in zip(forms, cuts, strict=True) if cut is not None]
@@ -172,7 +173,7 @@ def unsharded(
             # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
             wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
             server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
-        errors = ErrorFeedbackState(tuple(worker), tuple(server))
+        errors = ErrorFeedbackState(() if to_owner.exact else tuple(worker), () if to_pieces.exact else tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
     def step(phase: Phase) -> UpdateFn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -392,12 +391,11 @@ def parts_of(case: Case, i: int) -> list[int]:
 
 
 def norm_parts(case: Case, i: int, in_shards: bool) -> list[int]:
-    """Return the rows of the parts of a matrix that have norms of their own: in shards what lies on each rank."""
-    ends = {*itertools.accumulate(parts_of(case, i))}
-    rows = max(ends)
-    if in_shards and (case.dims or [])[i] == len(case.hyper["shapes"][i]) - 2:
-        ends |= {*itertools.accumulate(len(x) for x in torch.empty(rows).chunk(case.hyper["world"]))}
-    return [end - first for first, end in itertools.pairwise([0, *sorted(ends)])]
+    """Return the rows of the parts of a matrix that have norms of their own: in shards a rank's rows, heads as ever."""
+    shape = case.hyper["shapes"][i]
+    if in_shards and (case.dims or [])[i] == len(shape) - 2 and "num_heads" not in case.groups[i]:
+        return [len(x) for x in torch.empty(shape[-2]).chunk(case.hyper["world"])]
+    return parts_of(case, i)
 
 
 def blocks_orthogonal(case: Case, i: int, z: Tensor) -> Tensor:
