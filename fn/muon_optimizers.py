@@ -15,7 +15,8 @@ from fn.base import Phase, Transform, chain, missing
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.codec import Codec
-from fn.collectives.feedback import off
+from fn.collectives.codecs.integer import int8
+from fn.collectives.feedback import classic, off
 from fn.errors import expected
 from fn.transforms import scaling
 from fn.transforms.adam import scale_by_adam
@@ -216,7 +217,7 @@ def sign_muon(
     shards: Shards | str | None = None,
     votes: Literal["momenta", "directions"] = "momenta",
     servers: bool = True,
-    other_rate: float = 0.2,
+    other_rate: float = 1.0,
     scale: Scale = "rms_norm",
     dtype: torch.dtype | None = None,
 ) -> Transform:
@@ -253,9 +254,8 @@ def sign_muon(
         lr: a float or a 0-d tensor; start with AdamW's rate times 4, at most 0.04, for with scale="rms_norm" a number
             moves by about 0.2 lr. momentum: mu. weight_decay: decoupled.
         axis: the ranks that train together.
-        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
-            their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where
-            scale="rms_norm".
+        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others are AdamW's, behind means
+            in 8 bits whose errors are kept. other_rate: their rate, as a multiple of lr.
         shards: the axis over which params are divided, as for `muon`; `fn.Optimizer` gives it for params of FSDP2.
             Ranks vote on their shards, over `axis`, and matrices are brought together behind the vote.
         votes: on what ranks vote, their momenta, which are orthogonalised after it, or on directions that each rank
@@ -282,18 +282,20 @@ def sign_muon(
         iterations = unsharded(iterations, shards_of("muon"))
 
     def stacks(params: Tree) -> list[bool]:
-        pairs = zip(tree.spread(kind_of, params, "labels"), tree.leaves(params), strict=True)
-        return [kind == "muon" and p.ndim > 2 and len(p) > 0 for kind, p in pairs]
+        return [p.ndim > 2 and len(p) > 0 for p in tree.leaves(params)]
 
     # By slices, so that an expert whose momentum is zero on all ranks shares its ballots with no other.
     ballot = in_slices(compressed_average(axis, ballots(), off(), servers=servers), stacks)
     # A sign in front of the vote changes no ballot, and is all of it on one rank.
     vote = chain(average(axis), sign, ballot, sign)
-    step = partition({"muon": iterations, "other": sign}, kind_of)
-    rates = partition({"muon": chain(), "other": scaling.scale(other_rate)}, kind_of)
-    links = (vote, step) if votes == "momenta" else (step, vote)
+    links = (vote, iterations) if votes == "momenta" else (iterations, vote)
+    mean = chain(average(axis), compressed_average(axis, int8(), classic()))
+    kinds = {
+        "muon": chain(local_momentum(1 - momentum), *links),
+        "other": chain(mean, scale_by_adam(0.9, 0.95), scaling.scale(other_rate)),
+    }
     ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    return _finished(chain(local_momentum(1 - momentum), *links, rates, *ends), axis, "sign_muon")
+    return _finished(chain(partition(kinds, kind_of), *ends), axis, "sign_muon")
 
 
 def _finished(tx: Transform, axis: AxisNames | None, name: str) -> Transform:

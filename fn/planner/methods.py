@@ -216,6 +216,10 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
     votes = partial(codes, codec=BALLOTS)
+
+    def in_slices(model: Model, ranks: Ranks) -> list[Message]:
+        return votes(traffic.in_slices(model), ranks)
+
     made = [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
@@ -238,7 +242,7 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
         Row("muon", traffic.owned, 16, compressed=False, alike=("normuon",)),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36),
-        Row("sign_muon", lambda model, ranks: votes(traffic.in_slices(model), ranks), 16, coded=24),
+        Row("sign_muon", partial(traffic.apart, hidden=in_slices, other=in_bytes), 16, coded=24),
         Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),

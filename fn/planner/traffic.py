@@ -215,11 +215,11 @@ def owned(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = E
 def apart(
     shapes: Model, ranks: Ranks, hidden: Callable[..., list[Message]], other: Callable[..., list[Message]]
 ) -> list[Message]:
-    """Return the messages of matrices, and behind them those of the other tensors.
+    """Return the messages of matrices, and of stacks of them, and behind these those of the other tensors.
 
     Args: hidden, other: (model, ranks) -> messages.
     """
-    kinds = [[run for run in shapes.runs if (len(run[0]) == 2) is matrices] for matrices in (True, False)]
+    kinds = [[run for run in shapes.runs if (len(run[0]) > 1) is matrices] for matrices in (True, False)]
     sends = zip(kinds, (hidden, other), strict=True)
     return [m for kind, send in sends if kind for m in send(of_runs(kind, shapes.width), ranks)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,8 @@ def on_two_by_two(folder: str) -> dict[str, Any]:
             train(model, opt, range(STEPS - 1, STEPS))
         found["sent"] = book.sent
         found["pieces"] = [tuple(p.to_local().shape) for p in model.parameters()]
-        names = [name for name, _ in model.named_parameters()]
+        names, labels = [name for name, _ in model.named_parameters()], fn.labels_of(model)
+        found["labels"] = ["other" if name == "router.weight" else str(labels[name]) for name in names]
         found["params"] = dict(zip(names, whole(model), strict=True))
         found["start"] = dict(zip(names, start, strict=True))
         found["resumed"] = resumed(model, opt, fresh, make, folder, **more)
@@ -168,9 +170,14 @@ def test_sign_muon_on_two_by_two_real_ranks(tmp_path: Path) -> None:
                 assert (moved[:-1] > 0.01).all(), "expected experts with tokens to move"
             else:
                 assert not torch.equal(p, found["start"][name])
-        # of an expert's matrices each is a tensor of its own behind the vote
-        slices = [x for shape in found["pieces"] for x in ([shape[1:]] * shape[0] if len(shape) == 3 else [shape])]
-        votes = traffic.codes(traffic.of_shapes(slices, 8), 2, fn.ballots())
-        sent = {("replica", message.collective): message.size for message in votes}
+        # of an expert's matrices each is a tensor of its own behind the vote; others are averaged in 8 bits
+        kinds = {"hidden": list[Any](), "other": list[Any]()}
+        for shape, label in zip(found["pieces"], found["labels"], strict=True):
+            kinds[label] += [shape[1:]] * shape[0] if len(shape) == 3 else [shape]
+        votes = traffic.codes(traffic.of_shapes(kinds["hidden"], 8), 2, fn.ballots())
+        means = traffic.codes(traffic.of_shapes(kinds["other"], 8), 2, fn.int8())
+        sent = Counter[tuple[str, str]]()
+        for message in (*votes, *means):
+            sent["replica", message.collective] += message.size
         matrix = {("shard", "all_to_all"): WIDTH * WIDTH // 2 * 8, ("shard", "all_reduce"): 4}
         assert found["sent"] == sent | matrix
