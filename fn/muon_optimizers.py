@@ -223,7 +223,8 @@ def sign_muon(
 ) -> Transform:
     """Train with SignMuon: vote on momenta with one bit a number, and move along the vote, made orthogonal.
 
-    Take it for transformers over slow links, in every step: about 1/32 of the bytes of exact gradients, no warm-up.
+    Take it for transformers over slow links, in every step: about 1/32 of the bytes of hidden matrices, a quarter of
+    those of the other tensors, no warm-up.
 
         m_r <- momentum m_r + (1 - momentum) g_r;    p <- p - lr (s NS(majority_r sgn(m_r)) + weight_decay p)
         votes="directions":                          p <- p - lr (majority_r sgn(NS(m_r)) + weight_decay p)
