@@ -65,10 +65,10 @@ def train(run: Run, task: Task | None = None, method: Method | None = None) -> d
         if method.ends_apart:
             params = fn.simulate(partial(fn.pmean, axis="data"), "data", workers, in_dims=0, out_dims=0)(params)
     seconds = round(time.perf_counter() - start, 1)
-    row = {**run._asdict(), **{name: _finite(x) for name, x in score()._asdict().items()}}
+    row = {**run._asdict(), **{name: finite(x) for name, x in score()._asdict().items()}}
     return {**row, "bytes": sent.total, "seconds": seconds}
 
 
-def _finite(x: float | None) -> float | None:
+def finite(x: float | None) -> float | None:
     """Return a number that JSON has."""
     return x if x is not None and math.isfinite(x) else None

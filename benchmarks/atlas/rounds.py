@@ -1,0 +1,243 @@
+"""Measures which outer step fits a run of so many rounds, and what a rule and the defaults lose to it.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --hours 0.1
+    python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --show
+
+DiLoCo, MuLoCo and their kin train the atlas's language model for 8, 25 and 100 rounds of 8 or 32 steps, with 4 and 8
+workers, without a warm-up. In each cell of that grid the outer rate and momentum are chosen on one split and seed; what
+the rule of `rounds=`, the defaults and the paper's values lose to them is measured on other seeds and another split,
+paired by seed. The inner rate is AdamW's of the atlas times 0.6, as docstrings advise.
+
+Runs with one inner rate are trained together: a leading dimension of the params holds them, and `vmap` runs their steps
+as one. Runs that the file holds are not taken again, so the script may be stopped and started; `--hours` ends it before
+the next group of runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+from tqdm import tqdm
+
+import fn
+from benchmarks.atlas import runs as atlas
+from benchmarks.atlas.methods import ADAM, labels
+from benchmarks.atlas.paired import difference
+from benchmarks.atlas.summary import Row
+from benchmarks.atlas.tasks import Task, language_model, rate
+from benchmarks.atlas.train import finite
+from benchmarks.measure import commit, markdown
+
+
+class Cell(NamedTuple):
+    """What a user knows of a run before it starts."""
+
+    method: str
+    rounds: int
+    h: int
+    workers: int
+
+
+class Run(NamedTuple):
+    """What a run is, and so its key among those that are done."""
+
+    method: str
+    rounds: int
+    h: int
+    workers: int
+    seed: int
+    lr: float
+    outer_lr: float
+    outer_momentum: float
+
+    @property
+    def cell(self) -> Cell:
+        """Return what belongs to the cell."""
+        return Cell(*self[:4])
+
+
+METHODS: dict[str, Callable[..., fn.Transform]] = {
+    "diloco": partial(fn.diloco, **ADAM),
+    "muloco": partial(fn.muloco, labels=labels, weight_decay=0.1),
+}
+"""(lr, axis, outer_lr, outer_momentum) -> transform."""
+
+
+def train(runs: Sequence[Run], task: Task | None = None) -> list[Row]:
+    """Train runs that differ in their seeds and outer steps only, all at once; return a row for each.
+
+    Losses are None where they are not finite.
+    """
+    torch.set_num_threads(1)
+    runs = sorted(runs, key=lambda run: (run.outer_lr, run.outer_momentum))
+    task, start = task or language_model(), time.perf_counter()
+    method, rounds, h, workers, _, peak, *_ = runs[0]
+    lr, schedule, steps = torch.tensor(0.0), fn.every(h), rounds * h
+    parts = []  # transforms, and their places among the runs
+    for pair in dict.fromkeys(run[-2:] for run in runs):
+        places = [k for k, run in enumerate(runs) if run[-2:] == pair]
+        tx = METHODS[method](lr, axis="data", outer_lr=pair[0], outer_momentum=pair[1])
+        parts.append((tx, slice(places[0], places[-1] + 1)))
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    own = torch.tensor([seeds.index(run.seed) for run in runs])  # (runs,)
+    draws = [task.batches(seed, workers) for seed in seeds]
+    params = stacked([task.params(run.seed) for run in runs])  # (runs, ...)
+    first = parts[0][0]
+    dims = fn.rank_dims(first.init(task.params(0)))
+    state = vmap(fn.simulate(first.init, "data", workers, in_dims=None, out_dims=dims))(params)
+    params = {name: p[:, None].repeat(1, workers, *[1] * (p.ndim - 1)) for name, p in params.items()}
+
+    def step(tx: fn.Transform, when: Any, params: Any, state: Any, batch: Any) -> Any:
+        updates, state = tx.update(when)(grad(task.loss)(params, batch), state, params)
+        return fn.apply_updates(params, updates), state
+
+    def turn(tx: fn.Transform, when: Any, *trained: Any) -> Any:
+        places = {"in_dims": (0, dims, 0), "out_dims": (0, dims)}
+        return vmap(fn.simulate(partial(step, tx, when), "data", workers, **places))(*trained)
+
+    with sdpa_kernel(SDPBackend.MATH):  # the fused attention cannot be batched over workers
+        for t in range(steps):
+            lr.fill_(peak * rate(t, steps))
+            batch = tuple(torch.stack(part)[own] for part in zip(*(draw() for draw in draws), strict=True))
+            when = schedule(t)
+            if when is fn.Phase.LOCAL:  # before an exchange the outer step is not looked at
+                params, state = turn(first, when, params, state, batch)
+            else:
+                trained = params, state, batch
+                ended = [turn(tx, when, *tree_map(lambda x, part=part: x[part], trained)) for tx, part in parts]
+                params, state = tree_map(lambda *x: torch.cat(x), *ended)
+        scores = [task.score({name: p[k].mean(0) for name, p in params.items()}) for k in range(len(runs))]
+    seconds, short = (time.perf_counter() - start) / len(runs), commit()
+    facts = {"seconds": round(seconds, 1), "commit": short}
+    return [
+        {**run._asdict(), "tuning": finite(score.tuning), "loss": finite(score.loss), **facts}
+        for run, score in zip(runs, scores, strict=True)
+    ]
+
+
+def stacked(trees: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return dicts of tensors as one with a leading dimension."""
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+LR = 0.00324
+"""AdamW's rate in the atlas times 0.6."""
+
+ROUNDS, LENGTHS, WORKERS = (8, 25, 100), (8, 32), (4, 8)
+
+SETTINGS = ((1.0, 0.0), (1.5, 0.0), (1.0, 0.3), (1.0, 0.6), (0.9, 0.6), (0.9, 0.8), (0.7, 0.6), (0.7, 0.9))
+"""Outer rates and momenta that are tried."""
+
+CHOOSING, SEEDS = (0,), (31, 32, 33, 34)
+
+LANES = 64
+"""Workers of all runs that are trained at once; more are hardly faster."""
+
+
+def cells(method: str) -> list[Cell]:
+    """Return the grid, the cheapest cells first."""
+    grid = [Cell(method, n, h, w) for n in ROUNDS for h in LENGTHS for w in WORKERS]
+    return sorted(grid, key=lambda cell: (cell.rounds * cell.h, cell.workers))
+
+
+def losses(rows: Sequence[Row], cell: Cell, setting: tuple[float, float], split: str) -> dict[int, float]:
+    """Return the losses of a cell's runs with an outer rate and momentum, by seed; NaN where one diverged."""
+    own = [row for row in rows if (*cell, LR, *setting) == tuple(row[k] for k in Run._fields if k != "seed")]
+    return {row["seed"]: math.nan if row[split] is None else row[split] for row in own}
+
+
+def chosen(rows: Sequence[Row], cell: Cell) -> tuple[float, float] | None:
+    """Return the outer rate and momentum that are lowest on the split and seeds that choose; None before all ran."""
+    found = {}
+    for setting in SETTINGS:
+        own = losses(rows, cell, setting, "tuning")
+        if not set(CHOOSING) <= set(own):
+            return None
+        mean = statistics.fmean(own[seed] for seed in CHOOSING)
+        found[setting] = mean if math.isfinite(mean) else math.inf
+    return min(found, key=lambda setting: found[setting])
+
+
+def contenders(rows: Sequence[Row], cell: Cell) -> dict[str, tuple[float, float]]:
+    """Return the outer rates and momenta that a cell compares, by what they are; none before they are chosen."""
+    if (best := chosen(rows, cell)) is None:
+        return {}
+    return {"tuned": best, "1.0 / 0": (1.0, 0.0), "0.9 / 0.6": (0.9, 0.6), "0.7 / 0.9": (0.7, 0.9)}
+
+
+def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool) -> Iterator[list[Run]]:
+    """Yield the groups of runs that cells lack, as far as they are known."""
+    done = {tuple(row[name] for name in Run._fields) for row in rows}
+    for cell in wanted:
+        settings, seeds = (SETTINGS, CHOOSING)
+        if fresh:
+            settings, seeds = tuple(dict.fromkeys(contenders(rows, cell).values())), SEEDS
+        runs = [Run(*cell, seed, LR, *setting) for seed in seeds for setting in settings]
+        missing = [run for run in runs if run not in done]
+        most = LANES // cell.workers
+        yield from (missing[k : k + most] for k in range(0, len(missing), most))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return what each cell chose, and how far the others' losses are from that on fresh seeds."""
+    lines = []
+    for cell in (cell for method in METHODS for cell in cells(method)):
+        if (best := chosen(rows, cell)) is None:
+            continue
+        compared = contenders(rows, cell)
+        base = losses(rows, cell, best, "loss")
+        base = {seed: base[seed] for seed in SEEDS if seed in base}
+        line = [*map(str, cell), f"{best[0]:g} / {best[1]:g}", f"{statistics.fmean(base.values()):.3f}" if base else ""]
+        for setting in list(compared.values())[1:]:
+            gap = difference(losses(rows, cell, setting, "loss"), base)
+            line.append("" if gap is None else f"{gap:.3f}")
+        lines.append(line)
+    names = ["method", "rounds", "H", "workers", "tuned", "its loss", "1.0 / 0", "0.9 / 0.6", "0.7 / 0.9"]
+    return markdown(" | ".join(names), lines)
+
+
+def main() -> None:
+    """Take the runs that are missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--json", type=Path, default=Path("benchmarks/results/rounds.json"), metavar="FILE", help="where rows are kept")
+    add("--hours", type=float, default=math.inf, metavar="X", help="begin no group of runs after so many hours")
+    add("--show", action="store_true", help="take no runs")
+    add("--fresh", action="store_true", help="only the runs of the seeds that the table shows, of cells that chose")
+    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    add("--rounds", nargs="+", type=int, default=list(ROUNDS), metavar="N", help="cells of so many rounds")
+    add("--steps", nargs="+", type=int, default=list(LENGTHS), metavar="H", help="cells of so many steps a round")
+    add("--workers", nargs="+", type=int, default=list(WORKERS), metavar="W", help="cells of so many workers")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"], end = "1", time.monotonic() + 3600 * args.hours
+    rows = atlas.read(args.json)
+    wanted = [
+        cell for method in args.methods for cell in cells(method)
+        if cell.rounds in args.rounds and cell.h in args.steps and cell.workers in args.workers
+    ]
+    for fresh in (False, True):
+        if args.show or (args.fresh and not fresh):
+            continue
+        for group in tqdm(list(groups(rows, wanted, fresh))):
+            if time.monotonic() > end:
+                break
+            rows += train(group)
+            atlas.write(args.json, rows)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`benchmarks/atlas/rounds.py`: runs trained together are those of the atlas; what is reported chooses nothing."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+import fn
+from benchmarks.atlas import rounds
+from benchmarks.atlas import train as atlas
+from benchmarks.atlas.methods import Method
+from benchmarks.atlas.tasks import Score, Task
+
+CELL = rounds.Cell("diloco", 3, 2, 2)
+
+
+def regression() -> Task:
+    """Return a task that takes no time: four numbers from noisy products."""
+
+    def batches(seed: int, workers: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda: (x := torch.randn(workers, 3, 4, generator=generator), x.sum(-1).square())
+
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (x @ params["w"] - y).square().mean()
+
+    def params(seed: int) -> Any:
+        return {"w": torch.randn(4, generator=torch.Generator().manual_seed(seed))}
+
+    return Task(params, loss, batches, lambda params: Score(float(params["w"].sum()), float(params["w"].prod())))
+
+
+def test_runs_that_are_trained_together_are_those_of_the_atlas() -> None:
+    task, runs = regression(), [rounds.Run(*CELL, seed, 0.1, *pair) for seed in (1, 2) for pair in ((1, 0), (0.7, 0.9))]
+    for row in rounds.train(runs, task):
+        make = partial(rounds.METHODS["diloco"], outer_lr=row["outer_lr"], outer_momentum=row["outer_momentum"])
+        method = Method("", make, lambda steps: fn.every(2), 0.1, "", "", alike=False)
+        alone = atlas.train(atlas.Run("", "", 2, row["seed"], 6, 0.1), task, method)
+        assert (row["tuning"], row["loss"]) == (alone["tuning"], alone["loss"])
+
+
+def row(seed: int, pair: tuple[float, float], tuning: float | None, loss: float) -> dict[str, Any]:
+    run = rounds.Run(*CELL._replace(rounds=8, h=8, workers=4), seed, rounds.LR, *pair)
+    return {**run._asdict(), "tuning": tuning, "loss": loss}
+
+
+def test_the_outer_step_is_chosen_on_a_seed_and_split_that_the_table_does_not_show() -> None:
+    cell, best = CELL._replace(rounds=8, h=8, workers=4), rounds.SETTINGS[2]
+    rows = [row(0, pair, None if pair == (0.7, 0.9) else 2.0 + (pair != best), 9.0) for pair in rounds.SETTINGS]
+    shown = [row(seed, pair, 0.1, 3.0 + (pair != best)) for seed in rounds.SEEDS for pair in (best, (1.0, 0.0))]
+    assert rounds.chosen(rows[:-1], cell) is None
+    assert rounds.chosen([*shown, *rows], cell) == best
+    assert "| diloco | 8 | 8 | 4 | 1 / 0.3 | 3.000 | +1.000 ± 0.000 |" in rounds.table([*rows, *shown])
+    assert all(math.isnan(x) for x in rounds.losses(rows, cell, (0.7, 0.9), "tuning").values())
+
+
+def test_runs_that_are_there_are_not_taken_again() -> None:
+    cell = CELL._replace(rounds=8, h=8, workers=4)
+    rows = [row(0, pair, 2.0, 2.0) for pair in rounds.SETTINGS[:3]]
+    (missing,) = rounds.groups(rows, [cell], fresh=False)
+    assert [run[-2:] for run in missing] == list(rounds.SETTINGS[3:])
+    assert not list(rounds.groups(rows, [cell], fresh=True))
