@@ -26,9 +26,10 @@ pytestmark = [pytest.mark.trainers, pytest.mark.reliability]
 
 
 def torchrun(script: Path, out: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a script; return what each rank has saved at its end."""
+    """Run a script, without torchrun if it has a single process; return what each rank has saved at its end."""
     out.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else [])]
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     ended = subprocess.run(
         [*command, str(script), "--out", str(out), *arguments],
@@ -47,11 +48,12 @@ def differing(a: Any, b: Any) -> list[str]:
     return [name for name, x in a.items() if isinstance(x, torch.Tensor) and not torch.equal(x, b[name])]
 
 
-FACTORY = "optimizer_cls_and_kwargs=fn.adapters.trainers.hf.factory({}),"
+END = "eval_dataset=Tokens(31, 2))\n"
+FACTORY = "optimizer_cls_and_kwargs=fn.adapters.trainers.hf.factory({})"
 CALLBACK = "trainer.add_callback(fn.adapters.trainers.hf.Callback(trainer))"
 CHANGED = {
     "import torch\n": "import torch\nimport fn.adapters.trainers.hf\n",
-    "callbacks=[Stop()])\n": f"callbacks=[Stop()], {{}})\n{CALLBACK}\n",
+    END: f"eval_dataset=Tokens(31, 2), {{}})\n{CALLBACK}\n",
 }
 METHODS = {
     "muloco": "fn.muloco, lr=0.02, schedule=fn.every(4), codec=fn.int8()",
@@ -63,7 +65,7 @@ METHODS = {
 ADAMW = {"use_cpu=True": "use_cpu=True, learning_rate=3e-3"}
 INT4 = {
     "import torch\n": CHANGED["import torch\n"],
-    "callbacks=[Stop()])\n": "callbacks=[Stop()])\nfn.adapters.trainers.hf.average_gradients(trainer)\n",
+    END: f"{END}fn.adapters.trainers.hf.average_gradients(trainer)\n",
 }
 LORA = """from peft import LoraConfig, get_peft_model
 
@@ -85,8 +87,7 @@ BASE = (HERE / "train_with_trainer.py").read_text()
 
 
 def with_method(numbers: str) -> dict[str, str]:
-    end = "callbacks=[Stop()])\n"
-    return {**CHANGED, end: CHANGED[end].format(FACTORY.format(numbers).rstrip(","))}
+    return {**CHANGED, END: CHANGED[END].format(FACTORY.format(numbers))}
 
 
 @functools.cache
@@ -110,12 +111,11 @@ def installed():
         pytest.skip("transformers is not installed")
 
 
-def check_run_and_resume(text: str, changes: dict[str, str], folder: Path) -> list[dict[str, Any]]:
-    """Train at once, and with a stop in the middle of a round; return what the ranks of the first end with."""
+def check_run_and_resume(text: str, changes: dict[str, str], folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
+    """Train, and again from a checkpoint in the middle of a round; return what the ranks of the first end with."""
     path = script(text, changes, folder)
-    whole = torchrun(path, folder / "whole")
-    torchrun(path, folder / "two", "--stop-after", "12")
-    resumed = torchrun(path, folder / "two", "--resume", f"{folder}/two/checkpoint-10")
+    whole = torchrun(path, folder, ranks=ranks)
+    resumed = torchrun(path, folder, "--resume", f"{folder}/checkpoint-10", ranks=ranks)
     for a, b in zip(whole, resumed, strict=True):
         assert differing(a["model"], whole[0]["model"]) == []  # agreed on at the end
         assert differing(a["model"], b["model"]) == []
@@ -135,6 +135,11 @@ def test_three_lines_make_trainer_train_with_it_and_it_resumes_bit_for_bit(metho
     assert loss_of(ends) < 1.25 * adamw()
     assert ends[0]["log"][-1] is not None
     assert any(row.get("bytes_sent", 0) > 0 for row in ends[0]["log"])
+
+
+def test_a_single_process_trains_without_torchrun(tmp_path):
+    (end,) = check_run_and_resume(BASE, with_method(METHODS["muloco"]), tmp_path, ranks=1)
+    assert {row["bytes_sent"] for row in end["log"] if "loss" in row} == {0}
 
 
 def test_int4_gradients_keep_the_trainers_optimizer(tmp_path):

@@ -25,7 +25,6 @@ STEPS, SAVED = 6, 3
 METHODS: dict[str, dict[str, Any]] = {
     "muloco": {"make": fn.muloco, "lr": 0.02, "schedule": fn.every(2), "codec": fn.int8()},
     "muon": {"make": fn.muon, "lr": 0.02},
-    "onebit_adam": {"make": fn.onebit_adam, "lr": 1e-3, "schedule": fn.freeze_after(2), "max_norm": None},
 }
 
 
@@ -89,11 +88,6 @@ def muloco():
 @case
 def muon():
     return resumed_beside_whole("muon")
-
-
-@case
-def onebit_adam():
-    return resumed_beside_whole("onebit_adam")
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -175,6 +169,25 @@ def test_in_the_middle_of_a_round_the_agreed_params_are_evaluated_and_saved_and_
         assert not found["hooked"]
         said = [text.partition(":")[0] for text in found["records"]]
         assert said == (["max_grad_norm", "average_tokens_across_devices"] if rank == 0 else [])
+
+
+@case
+def best():
+    """Load what has the largest loss, for that is the earliest: of step 3, in the middle of a round."""
+    from safetensors.torch import load_file
+
+    folder = shared_folder()
+    settings = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "eval_strategy": "steps"}
+    trainer = with_fn(folder, "muloco", load_best_model_at_end=True, eval_steps=SAVED, **settings)
+    trainer.train()
+    saved = load_file(f"{folder}/checkpoint-{SAVED}/model.safetensors")
+    loaded = [torch.equal(p, saved[name]) for name, p in trainer.model.named_parameters() if name in saved]
+    best = trainer.state.best_model_checkpoint, trainer.state.best_metric
+    return best[0] == f"{folder}/checkpoint-{SAVED}", all(loaded), trainer.evaluate()["eval_loss"] == best[1]
+
+
+def test_load_best_model_at_end_loads_the_agreed_params_that_were_evaluated():
+    assert case.answer("best") == [(True, True, True)] * 2
 
 
 @case

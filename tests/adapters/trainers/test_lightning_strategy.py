@@ -119,6 +119,8 @@ def test_a_fit_resumes_bit_for_bit_and_validates_with_the_agreed_params(method):
 
 @case
 def refusals() -> dict[str, str]:
+    from lightning.pytorch.plugins import MixedPrecision
+
     folder = shared_folder()
 
     def refused(f: Any) -> str:
@@ -131,10 +133,15 @@ def refusals() -> dict[str, str]:
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, 0.1)
 
+    def scaling() -> Any:
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
     numbers = METHODS["muloco"]
     return {
         "unused": refused(lambda: lightning.FnStrategy(find_unused_parameters=True)),
         "torch": refused(lambda: trainer(folder).fit(module(optimizer=sgd), *loaders())),
+        # Lightning itself takes bf16 for "16-mixed" on a CPU.
+        "fp16": refused(lambda: trainer(folder, plugins=[scaling()]).fit(module(**numbers), *loaders())),
         "clipping": refused(lambda: trainer(folder, gradient_clip_val=1.0).fit(module(**numbers), *loaders())),
     }
 
@@ -144,3 +151,5 @@ def test_what_does_not_fit_is_refused_by_name_with_the_cure():
         assert found["unused"].startswith("ValueError: find_unused_parameters: expected False")
         assert found["torch"].startswith("TypeError: configure_optimizers: expected an fn.Optimizer, but got SGD")
         assert found["clipping"].startswith("ValueError: gradient_clip_val: expected 0")
+        assert found["fp16"].startswith("ValueError: precision: expected 'bf16-mixed' or '32-true' with local steps")
+        assert "but got 16-mixed; train in bf16" in found["fp16"]
