@@ -216,8 +216,6 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str], *, compresses
         told = told and _tell(rows)
         if not told or axis_size(axis) == 1:
             continue
-        # (W, n, 3) -> (W, n) -> (W,): squares summed over all tensors of a rank.
-        norms = rows[..., 2].sum(1).sqrt()
         # (W, n, 3) against the (1, n, 3) of rank 0.
         if bool((rows == rows[:1]).all()):
             text = (
@@ -230,18 +228,16 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str], *, compresses
                 raise RefusedByAll(text)
             later = "the first compressed step refuses them" if compresses else "or give the optimizer no axis"
             warnings.warn(f"{text}; {later}", stacklevel=8)
-        elif bool(((norms - norms[0]).abs() <= CLOSE * norms[0]).all()):
-            text = f"gradients: have the norm {float(norms[0]):.4g} on all ranks of {axis!r}, although they differ"
-            hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
-            warnings.warn(f"{text}, as if each rank had clipped by a norm of its own, {hint}", stacklevel=8)
+        else:
+            _warn_of_equal_norms(rows, axis)
     return told
 
 
-def look_at_shared(grads: Grads, axes: Sequence[str], left: str) -> bool:
+def look_at_shared(grads: Grads, axes: Sequence[str], left: str, *, is_late: bool) -> bool:
     """Look behind the first exchange of rounds whether two ranks have the same gradients, as `look_at_first`.
 
     Between exchanges each place on an axis trains alone. DDP may average within an island, whose ranks have one place,
-    and nowhere else. Args: left: how parameters and state are.
+    and nowhere else. Args: left: how parameters and state are. is_late: whether rounds average gradients, a step late.
     """
     sums = _sums([g for group in grads for g in group])
     told = bool(len(sums))
@@ -260,7 +256,18 @@ def look_at_shared(grads: Grads, axes: Sequence[str], left: str) -> bool:
                 f"DDP the process_group of one island, or pass refuse_averaged=False if these ranks see the same data "
                 f"on purpose; {left}"
             )
+        if told and is_late and axis_size(axis) > 1:
+            _warn_of_equal_norms(rows, axis)
     return told
+
+
+def _warn_of_equal_norms(rows: Tensor, axis: str) -> None:
+    """Warn if the gradients of all ranks, which differ, have one norm. Args: rows: (W, n, 3), sums by rank."""
+    norms = rows[..., 2].sum(1).sqrt()  # (W, n) -> (W,): squares summed over all tensors of a rank
+    if bool(((norms - norms[0]).abs() <= CLOSE * norms[0]).all()):
+        text = f"gradients: have the norm {float(norms[0]):.4g} on all ranks of {axis!r}, although they differ"
+        hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
+        warnings.warn(f"{text}, as if each rank had clipped by a norm of its own, {hint}", stacklevel=9)
 
 
 def _sums(grads: Sequence[Tensor]) -> Tensor:

@@ -268,7 +268,8 @@ class Optimizer(Core):
         if round_.begin is not None and Phase.COMPRESSED in self.doubts:
             agree.check_islands(self)
             outside = [axis for axis in self.axes if axis not in inside_of(self)]
-            if gradients.look_at_shared(super().gradients(round_), outside, LOCAL_STEP_TAKEN):
+            grads = super().gradients(round_)
+            if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
                 self.doubts.discard(Phase.COMPRESSED)
         stage_exchange(self, round_).commit()
 

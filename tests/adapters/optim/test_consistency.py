@@ -57,13 +57,19 @@ def exact() -> dict[str, list[list[str]]]:
         found[f"clipped, {name}"] = said(lambda: keep_local(wrapped()), 1.0, of=exactly(method))
         found[f"local, {name}"] = said(lambda: keep_local(wrapped()), of=exactly(method))
         found[f"no axis, {name}"] = said(wrapped, of=exactly(method, axis=None))
+    # A step late, rounds average gradients.
+    of = exactly(fn.late(fn.adamw), schedule=fn.every(1, delay=1))
+    found["clipped, late"] = said(lambda: keep_local(wrapped()), 1.0, of=of)
+    found["local, late"] = said(lambda: keep_local(wrapped()), of=of)
     return found
 
 
-def exactly(method: Callable[..., fn.Transform], axis: str | None = "data") -> Callable[..., fn.Optimizer]:
+def exactly(
+    method: Callable[..., fn.Transform], axis: str | None = "data", **options
+) -> Callable[..., fn.Optimizer]:
     def make(model: torch.nn.Module) -> fn.Optimizer:
         with fn.bind({"data": torch.distributed.group.WORLD}):
-            return fn.Optimizer(model.parameters(), partial(method, axis=axis))
+            return fn.Optimizer(model.parameters(), partial(method, axis=axis), **options)
 
     return make
 
@@ -103,3 +109,11 @@ def test_an_exact_optimizer_says_so_too(name):
         assert "clipped by a norm of its own" in clipped
         assert "max_norm" in clipped
         assert found[f"local, {name}"] == found[f"no axis, {name}"] == [[], []]
+
+
+def test_clipping_by_the_norm_of_one_rank_is_warned_of_a_step_late():
+    for found in case.answer("exact"):
+        (clipped,), second = found["clipped, late"]
+        assert "clipped by a norm of its own" in clipped
+        assert second == []
+        assert found["local, late"] == [[], []]
