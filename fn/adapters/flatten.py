@@ -12,12 +12,13 @@ buffer of them moves to the device:
     device   |   |   |   |     host   | a b c |
     device   | a b c |                                moved once; the parameters are views of it
 
-There is one buffer for each dtype and device. Parameters that share memory share a span of it.
+There is one buffer for each dtype and device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,6 @@ def flatten_parameters(
     dtype: torch.dtype | None = torch.bfloat16,
     *,
     gradients: bool = False,
-    align: int = 1,
 ) -> FlatParameters:
     """Make parameters views of one flat buffer per (dtype, device); in place.
 
@@ -48,8 +48,8 @@ def flatten_parameters(
 
     The parameters remain the same objects; build the optimizer afterwards, or before if dtypes stay. Memory on the
     device is at most max(the parameters, the buffers) plus the largest parameter, provided that nothing else holds
-    the parameters' memory. Frozen and empty parameters take part; parameters that share memory share it afterwards;
-    others become contiguous. Buffers of a module stay as they are.
+    the parameters' memory. Frozen and empty parameters take part, and all become contiguous. Buffers of a module stay as
+    they are.
 
     Args:
         module_or_params: a module, of which all parameters are taken, or parameters.
@@ -57,25 +57,21 @@ def flatten_parameters(
         gradients: make the gradients of parameters that require one views of a flat buffer too, in the order of the
             parameters: averaging these over the ranks copies nothing. They start at zero, or at what they were, and
             are zeros instead of None from then on, so weight decay moves a parameter that is not used.
-        align: elements; every parameter starts at a multiple of it. 8 lets kernels for 16-bit numbers read whole
-            vectors where sizes are odd; the gaps are zero.
     Returns: the buffers, and the way back.
-    Raises: TypeError for parameters that are sparse, of a tensor subclass such as DTensor, or that share memory in
-        different dtypes; ValueError for parameters on the meta device or an align below 1. Nothing is changed then.
+    Raises: TypeError for parameters that are sparse or of a tensor subclass such as DTensor; ValueError for parameters
+        on the meta device, or two that share memory. Nothing is changed then.
 
     Differs: DeepSpeed gives parameters host memory on the way, which only CUDA and the CPU allow, and does not undo.
     """
     params = module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params
     unique = list({id(p): p for p in params}.values())
-    _check(unique, dtype, align)
-    return FlatParameters(unique, dtype, gradients, align)
+    _check(unique, dtype)
+    return FlatParameters(unique, dtype, gradients)
 
 
-def _check(params: list[Tensor], dtype: torch.dtype | None, align: int) -> None:
+def _check(params: list[Tensor], dtype: torch.dtype | None) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(expected("dtype", "a floating dtype or None", f"{dtype}"))
-    if align < 1:
-        raise ValueError(expected("align", "a whole number of at least 1", f"{align}"))
     for i, p in enumerate(params):
         if type(p) not in (Tensor, nn.Parameter) or type(p.data) is not Tensor or p.layout != torch.strided:
             got = f"{type(p.data).__name__}, {p.layout}" if isinstance(p, Tensor) else type(p).__name__
@@ -84,6 +80,11 @@ def _check(params: list[Tensor], dtype: torch.dtype | None, align: int) -> None:
             raise ValueError(expected("params", f"parameter {i} to be a leaf", "one that was computed from others"))
         if p.is_meta:
             raise ValueError(f"params: parameter {i} is on the meta device; give it memory first, `Module.to_empty`")
+    # By storage and first byte: where any two overlap, so do two neighbours.
+    for (_, end, i), (start, _, j) in pairwise(sorted((*_bytes(p), i) for i, p in enumerate(params) if p.numel())):
+        if start < end:
+            cure = "to tie them, let both modules have one nn.Parameter"
+            raise ValueError(expected("params", "memory of its own for each", f"one for {i} and {j}", cure))
 
 
 class FlatParameters:
@@ -93,12 +94,12 @@ class FlatParameters:
     gradients of those that require one; empty without `gradients=True`. Both are empty after `restore`.
     """
 
-    def __init__(self, params: list[Tensor], dtype: torch.dtype | None, gradients: bool, align: int):
+    def __init__(self, params: list[Tensor], dtype: torch.dtype | None, gradients: bool):
         self.buffers: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}
         self._params = params
         self._dtypes = [p.dtype for p in params]
-        self._layouts = _layouts([p.detach() for p in params], dtype, align)
+        self._layouts = _layouts(params, dtype)
         self._gradient_views: dict[int, View] = {}
         grads = self._take_gradients()
         try:
@@ -110,7 +111,7 @@ class FlatParameters:
                 p.grad = grad
             raise
         if gradients:
-            self._make_gradients(align)
+            self._make_gradients()
         self._give_gradients(grads)
 
     def zero_grad(self) -> None:
@@ -139,43 +140,28 @@ class FlatParameters:
     def _check_views(self) -> None:
         for layout in self._layouts:
             buffer = self.buffers.get((layout.dtype, layout.device))
-            for span in layout.spans:
-                for i, view in zip(span.places, span.views, strict=True):
-                    if buffer is None or not _same_memory(self._params[i], buffer, view):
-                        raise ValueError(f"params: parameter {i} is not a view of its flat buffer any more")
+            for i, view, _ in layout.pieces:
+                if buffer is None or not _same_memory(self._params[i], buffer, view):
+                    raise ValueError(f"params: parameter {i} is not a view of its flat buffer any more")
 
     @torch.no_grad()
     def _flatten(self, layout: Layout) -> None:
         """Move the parameters of one buffer into it, or leave them as they are."""
         host = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
-        moved: list[Span] = []
+        moved: list[Piece] = []
         try:
-            for span in layout.spans:
-                # The gap that `align` leaves is memory that nobody wrote, which may read as NaN.
-                host[moved[-1].end if moved else 0 : span.start].zero_()
-                self._to_host(span, host)
-                moved.append(span)
+            for piece in layout.pieces:
+                p = self._params[piece.place]
+                piece.view.of(host).copy_(p.detach())
+                p.data = torch.empty(0, dtype=host.dtype, device=layout.device)
+                moved.append(piece)
             flat = _to(host, layout.device)
         except BaseException:  # Ctrl-C, too: until now the values of these parameters are on the host only
-            for span in moved:
-                self._separate(span, host, layout.device)
+            self._separate(moved, host, layout.device)
             raise
         self.buffers[layout.dtype, layout.device] = flat
-        for span in layout.spans:
-            for i, view in zip(span.places, span.views, strict=True):
-                self._params[i].data = view.of(flat)
-
-    def _to_host(self, span: Span, host: Tensor) -> None:
-        """Copy a span to the host and give up its memory on the device."""
-        first = self._params[span.places[0]].detach()
-        if span.source is None:
-            span.views[0].of(host).copy_(first)
-        else:
-            # The whole piece of memory that they share, gaps included. as_strided counts from the beginning of a
-            # storage, so any of the parameters will do.
-            host[span.start : span.end].copy_(span.source.of(first))
-        for i in span.places:
-            self._params[i].data = torch.empty(0, dtype=host.dtype, device=first.device)
+        for i, view, _ in layout.pieces:
+            self._params[i].data = view.of(flat)
 
     def _unflatten(self) -> None:
         """Give the parameters of all buffers memory of their own."""
@@ -184,34 +170,26 @@ class FlatParameters:
             if flat is None:
                 continue
             # As long as parameters are views of the buffer, its memory stays taken.
-            for i in (i for span in layout.spans for i in span.places):
+            for i, _, _ in layout.pieces:
                 self._params[i].data = torch.empty(0, dtype=layout.dtype, device=layout.device)
             host = flat.cpu()
             del flat  # the device has no room for the buffer and its pieces at once
-            for span in layout.spans:
-                self._separate(span, host, layout.device)
+            self._separate(layout.pieces, host, layout.device)
 
-    def _separate(self, span: Span, host: Tensor, device: torch.device) -> None:
-        """Give the parameters of a span memory of their own, with values from the host."""
-        dtype = self._dtypes[span.places[0]]
-        if span.source is None:
-            shape, stride, _ = span.before[0]
+    def _separate(self, pieces: Iterable[Piece], host: Tensor, device: torch.device) -> None:
+        """Give parameters memory of their own, with values from the host."""
+        for i, view, stride in pieces:
             # A row-major view of the buffer -> the strides that the parameter had.
-            alone = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(span.views[0].of(host))
-            self._params[span.places[0]].data = alone
-            return
-        shared = torch.empty(span.length, dtype=dtype, device=device)
-        shared.copy_(host[span.start : span.end])
-        for i, before in zip(span.places, span.before, strict=True):
-            self._params[i].data = before.of(shared)
+            alone = torch.empty_strided(view.shape, stride, dtype=self._dtypes[i], device=device)
+            self._params[i].data = alone.copy_(view.of(host))
 
-    def _make_gradients(self, align: int) -> None:
-        """Make the buffers of the gradients: every parameter that requires one has a piece, tied or not."""
+    def _make_gradients(self) -> None:
+        """Make the buffers of the gradients: every parameter that requires one has a piece."""
         sizes: dict[Key, int] = {}
         for i, p in enumerate(self._params):
             if p.requires_grad:
                 key = (p.dtype, p.device)
-                start = -(-sizes.get(key, 0) // align) * align
+                start = sizes.get(key, 0)
                 self._gradient_views[i] = View(p.shape, _strides_alone(p), start)  # as autograd wants them
                 sizes[key] = start + p.numel()
         self.gradients = {key: torch.zeros(n, dtype=key[0], device=key[1]) for key, n in sizes.items()}
@@ -262,25 +240,15 @@ class View(NamedTuple):
         return buffer.as_strided(self.shape, self.stride, self.start)
 
 
-class Span(NamedTuple):
-    """A piece of memory, of `length` elements from `start`, and the parameters that look at it.
+class Piece(NamedTuple):
+    """A parameter of a buffer.
 
-    places: where they are in the list of parameters. views: how they look at the flat buffer. before: how they looked
-    at memory of their own, counted from its first element. source: what to copy, in elements of that memory; None
-    for one parameter alone, whose elements are copied in order.
+    place: where it is in the list of parameters. view: how it looks at the buffer. stride: that of memory of its own.
     """
 
-    start: int
-    length: int
-    places: tuple[int, ...]
-    views: tuple[View, ...]
-    before: tuple[View, ...]
-    source: View | None
-
-    @property
-    def end(self) -> int:
-        """The element after the last."""
-        return self.start + self.length
+    place: int
+    view: View
+    stride: tuple[int, ...]
 
 
 class Layout(NamedTuple):
@@ -289,90 +257,28 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     size: int
-    spans: tuple[Span, ...]
+    pieces: list[Piece]
 
 
-def _layouts(params: Sequence[Tensor], dtype: torch.dtype | None, align: int) -> list[Layout]:
-    """Return the flat buffers of parameters, in the order of the parameters.
-
-    Args:
-        dtype: of floating parameters in the buffers. None: their own.
-        align: every span starts at a multiple of it.
-    Raises: TypeError if parameters of different dtypes share memory.
-    """
-    groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
-    for shared in _sharing(params):
-        first = params[shared[0]]
-        if len({params[i].dtype for i in shared}) > 1:
-            dtypes = [params[i].dtype for i in shared]
-            wanted = f"one dtype for the parameters {shared}, which share memory"
-            raise TypeError(expected("params", wanted, f"{dtypes}"))
-        target = dtype if dtype is not None and first.is_floating_point() else first.dtype
-        groups.setdefault((target, first.device), []).append(shared)
-    return [_layout(params, *key, pieces, align) for key, pieces in groups.items()]
-
-
-def _layout(
-    params: Sequence[Tensor], dtype: torch.dtype, device: torch.device, pieces: list[list[int]], align: int
-) -> Layout:
-    spans: list[Span] = []
-    end = 0
-    for places in pieces:
-        start = -(-end // align) * align
-        spans.append(_span(params, places, start))
-        end = spans[-1].end
-    return Layout(dtype, device, end, tuple(spans))
-
-
-def _span(params: Sequence[Tensor], places: list[int], start: int) -> Span:
-    if len(places) == 1:
-        p = params[places[0]]
-        view, restored = View(p.shape, _row_major(p.shape), start), View(p.shape, _strides_alone(p), 0)
-        return Span(start, p.numel(), tuple(places), (view,), (restored,), None)
-    tensors = [params[i] for i in places]
-    # From the first element that one of them looks at to the last; offsets are counted from there.
-    low = min(map(_offset, tensors))
-    length = max(_offset(p) + _extent(p) for p in tensors) - low
-    before = tuple(View(p.shape, p.stride(), _offset(p) - low) for p in tensors)
-    views = tuple(View(shape, stride, offset + start) for shape, stride, offset in before)
-    return Span(start, length, tuple(places), views, before, View(torch.Size([length]), (1,), low))
-
-
-def _sharing(params: Sequence[Tensor]) -> list[list[int]]:
-    """Group the places of parameters that overlap in memory; the groups are in the order of their first member."""
-    by_storage: dict[int, list[int]] = {}
-    groups: list[list[int]] = []
+def _layouts(params: list[Tensor], dtype: torch.dtype | None) -> list[Layout]:
+    """Return the flat buffers of parameters, in their order. dtype: of floating ones there; None: their own."""
+    pieces: dict[Key, list[Piece]] = {}
+    sizes: dict[Key, int] = {}
     for i, p in enumerate(params):
-        if p.numel():
-            by_storage.setdefault(p.untyped_storage()._cdata, []).append(i)
-        else:
-            groups.append([i])
-    for places in by_storage.values():
-        # By their first bytes: whoever begins before the farthest end so far shares memory with the group.
-        places.sort(key=lambda i: (_bytes(params[i])[0], i))
-        until = -1
-        for i in places:
-            low, high = _bytes(params[i])
-            if low < until:
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-            until = max(until, high)
-    return sorted((sorted(group) for group in groups), key=lambda group: group[0])
+        key = dtype if dtype is not None and p.is_floating_point() else p.dtype, p.device
+        start = sizes.get(key, 0)
+        view = View(p.shape, _row_major(p.shape), start)
+        pieces.setdefault(key, []).append(Piece(i, view, _strides_alone(p)))
+        sizes[key] = start + p.numel()
+    return [Layout(*key, sizes[key], of_key) for key, of_key in pieces.items()]
 
 
-def _bytes(p: Tensor) -> tuple[int, int]:
-    """Return the first byte of p in its storage, and the one after its last."""
-    return _offset(p) * p.element_size(), (_offset(p) + _extent(p)) * p.element_size()
-
-
-def _offset(p: Tensor) -> int:
-    return int(p.storage_offset())
-
-
-def _extent(p: Tensor) -> int:
-    """Return how many elements of its storage p reaches over."""
-    return 1 + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True)) if p.numel() else 0
+def _bytes(p: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return where p begins, as its storage and a byte there, and where it ends."""
+    storage, width = p.untyped_storage()._cdata, p.element_size()
+    elements = 1 + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
+    start = int(p.storage_offset())
+    return (storage, start * width), (storage, (start + elements) * width)
 
 
 def _strides_alone(p: Tensor) -> tuple[int, ...]:
