@@ -62,18 +62,13 @@ def all_to_all(x: Tree, axis: str) -> Tree:
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     _check_tensors(x)
-    size, rank, transport = axes.resolve(axis)
+    size = axes.axis_size(axis)
 
     def exchange(leaf: Tensor) -> Tensor:
         if leaf.ndim == 0 or leaf.shape[0] != size:
             shape = tuple(leaf.shape)
             raise ValueError(f"x: has shape {shape}; its first dimension must be {size}, the size of {axis!r}")
-        if _stays(leaf, size, transport):
-            return leaf
-        refuse_to_differentiate(leaf, "all_to_all", axis)
-        count(leaf, axis, "all_to_all", size - 1, size)
-        received: Tensor = torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
-        return received
+        return _sent(leaf, axis, "all_to_all", size - 1, size)
 
     return tree.map(exchange, x)
 
@@ -99,16 +94,12 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
         # (A, B, ...) -> (A B, ...)
         return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), axis))
     _check_tensors(x)
-    size, rank, transport = axes.resolve(axis)
+    size, _, transport = axes.resolve(axis)
 
     def gather(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
-            # (...) -> (W, ...), a view
-            return leaf.unsqueeze(0).expand(size, *leaf.shape)
-        refuse_to_differentiate(leaf, "all_gather", axis)
-        count(leaf, axis, "all_gather", size - 1, 1)
-        received: Tensor = torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
-        return received
+            return leaf.unsqueeze(0).expand(size, *leaf.shape)  # (...) -> (W, ...), a view
+        return _sent(leaf, axis, "all_gather", size - 1, 1)
 
     return tree.map(gather, x)
 
@@ -142,16 +133,7 @@ def permute(x: Tree, axis: str, perm: Sequence[int]) -> Tree:
         raise ValueError(expected("perm", f"each of the {size} ranks of {axis!r} once", f"{to}"))
     simulated = transport == axes.SIMULATED or torch.compiler.is_compiling()  # no rank in particular
     sends = to != [*range(size)] if simulated else to[int(rank)] != int(rank)
-
-    def send(leaf: Tensor) -> Tensor:
-        if _stays(leaf, size, transport):
-            return leaf
-        refuse_to_differentiate(leaf, "permute", axis)
-        count(leaf, axis, "permute", int(sends), 1)
-        received: Tensor = torch.ops.fn.permute(leaf.contiguous(), rank, to, transport)
-        return received
-
-    return tree.map(send, x)
+    return tree.map(lambda leaf: _sent(leaf, axis, "permute", int(sends), 1, to), x)
 
 
 def psum(x: Tree, axis: axes.AxisNames) -> Tree:
@@ -171,19 +153,10 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
     if rest:
         return psum(psum(x, axis), tuple(rest))
     _check_tensors(x)
-    size, rank, transport = axes.resolve(axis)
-
-    def add(leaf: Tensor) -> Tensor:
-        if _stays(leaf, size, transport):
-            return leaf
-        if leaf.dtype == torch.bool:
-            raise TypeError(expected("x", "numbers", "torch.bool", "convert it, with x.int() for one"))
-        refuse_to_differentiate(leaf, "psum", axis)
-        count(leaf, axis, "all_reduce", 2 * (size - 1), size)
-        total: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
-        return total
-
-    return tree.map(add, x)
+    size, _, transport = axes.resolve(axis)
+    if any(leaf.dtype == torch.bool and not _stays(leaf, size, transport) for leaf in tree.leaves(x)):
+        raise TypeError(expected("x", "numbers", "torch.bool", "convert it, with x.int() for one"))
+    return tree.map(lambda leaf: _sent(leaf, axis, "psum", 2 * (size - 1), size), x)
 
 
 def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
@@ -352,6 +325,17 @@ def _check_tensors(x: Tree) -> None:
 def _stays(x: Tensor, size: int, transport: str) -> bool:
     """Tell whether there is nothing to exchange. Simulated ranks always exchange: their vmap level must end there."""
     return transport != axes.SIMULATED and (size == 1 or x.numel() == 0)
+
+
+def _sent(x: Tensor, axis: str, name: str, times: int, per: int, last: Any = None) -> Tensor:
+    """Return what the op of a name makes of x, with times / per of its bytes counted. last: of it; None: the size."""
+    size, rank, transport = axes.resolve(axis)
+    if _stays(x, size, transport):
+        return x
+    refuse_to_differentiate(x, name, axis)
+    count(x, axis, "all_reduce" if name == "psum" else name, times, per)
+    received: Tensor = getattr(torch.ops.fn, name)(x.contiguous(), rank, size if last is None else last, transport)
+    return received
 
 
 def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
@@ -525,45 +509,35 @@ def raise_if_lost(error: RuntimeError, collective: str, transport: str) -> None:
         raise peer_lost(error, collective, axes.carried_by(transport), transport) from error
 
 
-def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]) -> None:
-    def run_or_carry(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched], last: str = "int size") -> None:
+    def run_or_carry(x: Tensor, rank: Tensor, last: Any, transport: str) -> Tensor:
         carrier = carrier_of(transport, [x])
         if carrier.is_registered:
-            return carry(x, size, name, transport)
+            return carry(x, last, name, transport) if name != "permute" else _carry_permute(x, rank, last, transport)
         try:
-            return run(x, size, carrier)
+            return run(x, last, carrier)
         except RuntimeError as error:
             raise_if_lost(error, name, transport)
             raise
 
     # Composite: a compiler looks into the op and sees torch's functional collectives, which it can overlap.
-    _library.define(f"{name}(Tensor x, Tensor rank, int size, str transport) -> Tensor")
+    _library.define(f"{name}(Tensor x, Tensor rank, {last}, str transport) -> Tensor")
     _library.impl(name, run_or_carry, "CompositeImplicitAutograd")
     torch.library.register_vmap(f"fn::{name}", rule, lib=_library)
 
 
-def _permute_or_carry(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Tensor:
-    carrier = carrier_of(transport, [x])
-    if carrier.is_registered:
-        to, source = perm[int(rank)], perm.index(int(rank))
-        # (...) -> (W, ...), a row for each rank: a registered transport has no call for one receiver alone
-        rows = x.new_zeros((len(perm), *x.shape))
-        rows[to] = x
-        return carry(rows, len(perm), "all_to_all", transport)[source]
-    try:
-        return _run_permute(x, perm, carrier)
-    except RuntimeError as error:
-        raise_if_lost(error, "permute", transport)
-        raise
+def _carry_permute(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Tensor:
+    to, source = perm[int(rank)], perm.index(int(rank))
+    # (...) -> (W, ...), a row for each rank: a registered transport has no call for one receiver alone
+    rows = x.new_zeros((len(perm), *x.shape))
+    rows[to] = x
+    return carry(rows, len(perm), "all_to_all", transport)[source]
 
 
 _define("all_to_all", _run_all_to_all, _vmap_all_to_all)
 _define("all_gather", _run_all_gather, _vmap_all_gather)
 _define("psum", _run_psum, _vmap_psum)
-
-_library.define("permute(Tensor x, Tensor rank, int[] perm, str transport) -> Tensor")
-_library.impl("permute", _permute_or_carry, "CompositeImplicitAutograd")
-torch.library.register_vmap("fn::permute", _vmap_permute, lib=_library)
+_define("permute", _run_permute, _vmap_permute, "int[] perm")
 
 _library.define("count(Tensor x, Tensor ranks, Tensor(a!) tally, str axis, str collective, int size, int per) -> ()")
 _library.impl("count", _run_count, "CompositeExplicitAutograd")
