@@ -25,19 +25,13 @@ MAKERS = {f"torch.{make.__name__}" for make in _device_constructors()}
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
+    """Make tensors that say nothing of it on no device, and in bfloat16."""
     torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
     try:
         yield
     finally:
         torch.set_default_device(None)
-
-
-@contextmanager
-def in_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
         torch.set_default_dtype(torch.float32)
 
 
@@ -96,9 +90,8 @@ def trained(optimizer: Any) -> list[torch.Tensor]:
 @each_of_all
 def test_steps_are_the_same_whatever_the_default_device_and_dtype_are(optimizer):
     expected = trained(optimizer)
-    for default in (elsewhere(), *map(in_dtype, (torch.bfloat16, torch.float64))):
-        with default:
-            found = trained(optimizer)
-        assert {x.device.type for x in found} == {"cpu"}
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    with elsewhere():
+        found = trained(optimizer)
+    assert {x.device.type for x in found} == {"cpu"}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)

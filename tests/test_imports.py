@@ -91,47 +91,48 @@ def floor(module: str) -> int:
 @functools.cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Return the modules that a file imports, for a type checker too, and whether it does so at its top."""
-    tree = ast.parse(path.read_text())
-    inner = {
-        node
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-    }
     found: list[tuple[str, bool]] = []
-    for node in ast.walk(tree):
+
+    def visit(node: ast.AST, top: bool) -> None:
         if isinstance(node, ast.Import):
-            found += [(alias.name, node not in inner) for alias in node.names]
+            found.extend((alias.name, top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.append((full if full in MODULES else str(node.module), node not in inner))
+            full = [(f"{node.module}.{alias.name}", top) for alias in node.names]
+            found.extend((name if name in MODULES else str(node.module), top) for name, top in full)
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.expr):  # which holds no import
+                visit(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    visit(ast.parse(path.read_text()), True)
     return found
 
 
-EDGES = {
-    module: [(name, top) for name, top in imports(path) if name == "fn" or name.startswith("fn.")]
-    for module, path in MODULES.items()
-}
+@functools.cache
+def edges() -> dict[str, list[tuple[str, bool]]]:
+    """Return what each module imports of fn. Not a constant: every process that collects tests would read all files."""
+    return {
+        module: [(name, top) for name, top in imports(path) if name == "fn" or name.startswith("fn.")]
+        for module, path in MODULES.items()
+    }
 
 
 def test_the_walk_sees_the_house():
     """If it saw nothing, it would pass."""
     assert len(MODULES) > 20
-    assert ("fn.tree", True) in EDGES["fn.base"]
-    assert ("fn.kernels", True) in EDGES["fn"]
-    assert sum(map(len, EDGES.values())) > 50
+    assert ("fn.tree", True) in edges()["fn.base"]
+    assert ("fn.kernels", True) in edges()["fn"]
+    assert sum(map(len, edges().values())) > 50
     assert floor("fn.collectives.axis") == 3
     assert floor("fn.schedules") == floor("fn.base")
 
 
 def test_imports_point_down():
-    edges = [(module, name) for module in MODULES for name, _ in EDGES[module]]
-    assert [f"{module} imports {name} from above" for module, name in edges if floor(name) > floor(module)] == []
+    pairs = [(module, name) for module in MODULES for name, _ in edges()[module]]
+    assert [f"{module} imports {name} from above" for module, name in pairs if floor(name) > floor(module)] == []
     above = ("fn", "fn.__main__", "fn.contrib", "fn.testing")  # contrib is written as a user's own module
     inside = ("fn.contrib.", "fn.testing.")
-    of_all = [m for m, name in edges if name == "fn" and m not in above and not m.startswith(inside)]
+    of_all = [m for m, name in pairs if name == "fn" and m not in above and not m.startswith(inside)]
     assert of_all == [], "these import the package that imports them"
 
 
@@ -140,14 +141,14 @@ def test_nothing_imports_what_may_be_deleted():
         return module == package or module.startswith(f"{package}.")
 
     seen = ("fn", "fn.__main__")  # the first shows type checkers what it finds when it is used, see the next test
-    edges = [(module, name) for module in MODULES for name, _ in EDGES[module] if module not in seen]
+    pairs = [(module, name) for module in MODULES for name, _ in edges()[module] if module not in seen]
     assert [
         f"{module} imports {name}"
-        for module, name in edges
+        for module, name in pairs
         for package in APART
         if within(name, package) and not within(module, package)
     ] == []
-    methods = [(m, name) for m, name in edges if m.startswith("fn.contrib.") and name.startswith("fn.contrib")]
+    methods = [(m, name) for m, name in pairs if m.startswith("fn.contrib.") and name.startswith("fn.contrib")]
     assert methods == [], "one method of contrib stands without the others"
 
 
@@ -157,7 +158,7 @@ def test_there_is_no_cycle():
     def visit(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join([*path, module])
         if module not in done:
-            for name, _ in EDGES[module]:
+            for name, _ in edges()[module]:
                 visit(name, (*path, module))
             done.add(module)
 

@@ -51,25 +51,14 @@ def test_an_update_that_changes_the_form_of_the_state_is_refused_and_writes_noth
     assert not any(x.any() for x in state)
 
 
-@pytest.mark.slow
 def test_compiled_steps_write_numbers_without_a_dimension_too():
-    """Without a view of them, those of float64 stayed at zero: AdamW corrected the bias of the first step for good.
-
-    1-bit Adam has them in both phases: the ages of its moments, and here a parameter.
-    """
+    """Without a view of them, those of float64 stayed at zero: AdamW corrected the bias of the first step for good."""
     torch._dynamo.reset()
-    ends = []
-    for way in (fn.donate, lambda update: torch.compile(fn.donate(update), fullgraph=True)):
-        params = [torch.full(shape, 0.5, dtype=torch.float64) for shape in [(3,), ()]]
-        tx = fn.onebit_adam(0.1, axis="data")
-        state = tx.init(params)
-        warm_up, compressed = way(tx.update(Phase.WARMUP)), way(tx.update(Phase.COMPRESSED))
-        for t in range(4):
-            grads = [torch.full_like(p, 1.0 + t) + torch.arange(p.numel()).view(p.shape) for p in params]
-            updates, _ = (warm_up if t < 2 else compressed)(grads, state, params)
-            params = tree.map(torch.add, params, updates)
-        ends.append([*params, *tree.leaves(state)])
-    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-12)
+    state, one = [torch.zeros((), dtype=torch.float64)], [torch.ones((), dtype=torch.float64)]
+    count = torch.compile(fn.donate(lambda u, s, p: (u, [s[0] + u[0]])), fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        count(one, state, one)
+    assert state == [3.0]
 
 
 @pytest.mark.parametrize("view", [torch.detach, lambda x: x.view(-1), lambda x: x.flatten()[:2]])
