@@ -32,7 +32,7 @@ from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon, normuon, sign_muon
 from fn.optimizers import adamw, loco_adamw, onebit_adam, sharded_onebit_adam
 from fn.roles import Roles
-from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
+from fn.schedules import every, freeze_after, freeze_when_stable, periodic, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
@@ -43,7 +43,7 @@ from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.late import late
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import low_rank_average
-from fn.transforms.mask_and_partition import apply_mask, mask, partition, unfrozen
+from fn.transforms.mask_and_partition import mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import orthogonalize, scale_by_muon, scale_by_neuron_norm
 from fn.transforms.outer import OuterState, outer
@@ -86,7 +86,6 @@ __all__ = [
     "all_gather",
     "all_gather_shards",
     "all_to_all",
-    "apply_mask",
     "apply_updates",
     "average",
     "average_params",
@@ -139,7 +138,6 @@ __all__ = [
     "owned",
     "partition",
     "periodic",
-    "periods",
     "permute",
     "pmean",
     "powersgd_adamw",

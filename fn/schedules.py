@@ -63,18 +63,15 @@ def phase_of(schedule: Schedule, step: int) -> Phase | Round:
 
 
 def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
-    """Return the phases after the warm-up that a schedule of this module comes to; of any other function, none."""
+    """Return the phases after the warm-up that a schedule comes to; of other modules, those that it has as `phases`."""
     if isinstance(schedule, ZeroOneSchedule) and schedule.local_step_clipper > 1:
         return Phase.COMPRESSED, Phase.LOCAL
     if isinstance(schedule, Every):
         return (Phase.COMPRESSED,) if schedule.h == schedule.fragments else (Phase.COMPRESSED, Phase.LOCAL)
-    if isinstance(schedule, Periods):
-        always = 1 in (schedule.params, schedule.first_moment, schedule.second_moment)
-        return (Phase.COMPRESSED,) if always else (Phase.COMPRESSED, Phase.LOCAL)
     if isinstance(schedule, Periodic):
         return (Phase.COMPRESSED,) if schedule.period > 1 else ()
     known = isinstance(schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
-    return (Phase.COMPRESSED,) if known else ()
+    return (Phase.COMPRESSED,) if known else getattr(schedule, "phases", ())
 
 
 def always_warm_up(step: int) -> Phase:
@@ -207,46 +204,6 @@ class Every:
         """Return the number of a round's exchange in its `Round`."""
         turn, fragment = divmod(number, self.fragments)
         return fragment if self.delay < self.h else 2 * fragment + turn % 2
-
-
-def periods(params: int, first_moment: int, second_moment: int, *, start: int = 0) -> Schedule:
-    """Warm up for `start` steps, then average params and moments, each every so many steps: of `average_params`.
-
-    After step t, counted from `start`, params are averaged if t + 1 is a multiple of `params`, and so are the moments.
-    `Round(n, n)` says by the bits of n + 1 what is averaged: 1 the params, 2 first moments, 4 second moments.
-
-        >>> import fn
-        >>> [fn.periods(2, 4, 8)(step).begin for step in range(8)]
-        [None, 0, None, 2, None, 0, None, 6]
-
-    Raises: ValueError if an argument is out of range or no whole number.
-
-    Paper: Iacob et al., DES-LoC (arXiv 2505.22549): K_x, K_u, K_v.
-    """
-    return Periods(
-        _whole("params", params, 1),
-        _whole("first_moment", first_moment, 1),
-        _whole("second_moment", second_moment, 1),
-        _whole("start", start, 0),
-    )
-
-
-@dataclass(frozen=True)
-class Periods:
-    """The schedule of `periods`: a function that can be pickled. Its fields are the arguments of that."""
-
-    params: int
-    first_moment: int
-    second_moment: int
-    start: int
-
-    def __call__(self, step: int) -> Phase | Round:
-        """Return the phase or the round of a step."""
-        if step < self.start:
-            return Phase.WARMUP
-        each = (self.params, self.first_moment, self.second_moment)
-        bits = sum(2**bit for bit, period in enumerate(each) if (step - self.start + 1) % period == 0)
-        return Round(bits - 1, bits - 1) if bits else Round()
 
 
 def periodic(period: int) -> Schedule:

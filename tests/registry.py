@@ -132,7 +132,9 @@ OTHERS = (
 
 CONTRIB = (
     Named("demo", partial(fn.contrib.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
-    Named("des_loc", fn.contrib.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
+    Named(
+        "des_loc", fn.contrib.des_loc, (*ROUNDS, Round(6, 6)), fn.contrib.periods(3, 3, 6, start=2), replicated=False
+    ),
     Named("dion2", fn.contrib.dion2, CODED, fn.freeze_after(2), links={
         "scale_by_dion2": lambda axis: fn.mask(
             fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)

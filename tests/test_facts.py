@@ -42,7 +42,6 @@ def labels(params: Any) -> Any:
 
 LINKS: dict[str, Make] = {
     "add_decayed_weights": lambda axis: fn.add_decayed_weights(0.1),
-    "apply_mask": lambda axis: fn.apply_mask([torch.tensor([[1.0], [0.0], [1.0]]), None]),
     "average": fn.average,
     "average_params": lambda axis: fn.average_params(sgd(axis), mean(axis)),
     "clip_by_global_norm": lambda axis: fn.clip_by_global_norm(0.1),
@@ -81,7 +80,7 @@ LINKS: dict[str, Make] = {
 """Each link of `fn`, over an axis."""
 
 WHOLE = {
-    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned",
+    "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned",
     "partition", "scale_by_muon", "scale_by_neuron_norm", "scale_by_onebit_lamb", "scale_by_shape",
     "scale_by_sign with noise", "scale_by_trust_ratio", "a link that says nothing",
 }  # fmt: skip
@@ -142,7 +141,7 @@ def updates_of(tx: fn.Transform, params: Any, grads: list[Any]) -> list[torch.Te
     return found
 
 
-TREE = {"apply_mask", "clip_by_global_norm", "a link that says nothing"}
+TREE = {"clip_by_global_norm", "a link that says nothing"}
 """Those that need all tensors."""
 
 
@@ -180,8 +179,6 @@ def test_in_shards_it_is_what_it_is_on_the_whole_or_is_refused(name):
 
 @each_link
 def test_in_a_mask_or_a_partition_it_is_what_it_is_on_these_leaves_alone(name):
-    if name == "apply_mask":  # which has a tree of its own
-        return
     one = lambda: LINKS[name]("data")  # noqa: E731
     grads = [[g[0]] for g in GRADS]
     if name in ("orthogonalize", "scale_by_muon", "scale_by_neuron_norm"):

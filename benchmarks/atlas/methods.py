@@ -82,7 +82,7 @@ def rounds(share: float = 0.08, h: int = H) -> Callable[[int], Schedule]:
 def of_moments(steps: int) -> Schedule:
     """Average params every H steps, first moments every 3 H, second moments every 11 H, after 8 % of the steps."""
     start = round(0.08 * steps)
-    return fn.periods(H, 3 * H, 11 * H, start=start + (steps - start) % H)
+    return fn.contrib.periods(H, 3 * H, 11 * H, start=start + (steps - start) % H)
 
 
 def often(steps: int) -> Schedule:

@@ -48,8 +48,8 @@ def flatten_parameters(
 
     The parameters remain the same objects; build the optimizer afterwards, or before if dtypes stay. Memory on the
     device is at most max(the parameters, the buffers) plus the largest parameter, provided that nothing else holds
-    the parameters' memory. Frozen and empty parameters take part, and all become contiguous. Buffers of a module stay as
-    they are.
+    the parameters' memory. Frozen and empty parameters take part, and all become contiguous. Buffers of a module stay
+    as they are.
 
     Args:
         module_or_params: a module, of which all parameters are taken, or parameters.

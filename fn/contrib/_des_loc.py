@@ -2,16 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 import fn
+from fn.arguments import check_whole
 from fn.collectives.axis import AxisNames
 from fn.transforms.average import agreed
 
-__all__ = ["des_loc"]
+__all__ = ["des_loc", "periods"]
+
+
+def periods(params: int, first_moment: int, second_moment: int, *, start: int = 0) -> Periods:
+    """Warm up for `start` steps, then average params and moments, each every so many steps.
+
+    After step t, counted from `start`, params are averaged if t + 1 is a multiple of `params`, and so are the moments.
+    `Round(n, n)` says by the bits of n + 1 what is averaged: 1 the params, 2 first moments, 4 second moments.
+
+        >>> import fn
+        >>> [fn.contrib.periods(2, 4, 8)(step).begin for step in range(8)]
+        [None, 0, None, 2, None, 0, None, 6]
+
+    Raises: TypeError or ValueError that names the argument.
+
+    Paper: Iacob et al., DES-LoC (arXiv 2505.22549): K_x, K_u, K_v.
+    """
+    for name, value in (("params", params), ("first_moment", first_moment), ("second_moment", second_moment)):
+        check_whole(name, value, 1)
+    check_whole("start", start, 0)
+    return Periods(params, first_moment, second_moment, start)
+
+
+@dataclass(frozen=True)
+class Periods:
+    """The schedule of `periods`: a function that can be pickled. Its fields are the arguments of that."""
+
+    params: int
+    first_moment: int
+    second_moment: int
+    start: int
+
+    @property
+    def phases(self) -> tuple[fn.Phase, ...]:
+        """Return the phases after the warm-up."""
+        always = 1 in (self.params, self.first_moment, self.second_moment)
+        return (fn.Phase.COMPRESSED,) if always else (fn.Phase.COMPRESSED, fn.Phase.LOCAL)
+
+    def __call__(self, step: int) -> fn.Phase | fn.Round:
+        """Return the phase or the round of a step."""
+        if step < self.start:
+            return fn.Phase.WARMUP
+        each = (self.params, self.first_moment, self.second_moment)
+        bits = sum(2**bit for bit, period in enumerate(each) if (step - self.start + 1) % period == 0)
+        return fn.Round(bits - 1, bits - 1) if bits else fn.Round()
 
 
 def des_loc(
@@ -30,7 +76,7 @@ def des_loc(
         p_r <- AdamW(p_r, m_r, v_r);    p, m, v <- their mean over the ranks, where a period of theirs ends
 
         >>> import torch, fn
-        >>> tx, schedule = fn.contrib.des_loc(0.1, axis="data"), fn.periods(2, 4, 8)
+        >>> tx, schedule = fn.contrib.des_loc(0.1, axis="data"), fn.contrib.periods(2, 4, 8)
         >>> def train(target):                # of each rank; their mean is [2, -1, 1]
         ...     p = torch.zeros(3)
         ...     state = tx.init(p)

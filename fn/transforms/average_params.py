@@ -66,7 +66,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     """Take local steps, and average params, moments or both where a `Round` says so: without an anchor.
 
     `Round(n, n)` averages what the bits of n + 1 say: 1 the params, 2 the first moments, 4 the second moments of the
-    inner optimizer. So `Round(0, 0)`, as `fn.every` has it, averages the params, and `fn.periods` has all of them.
+    inner optimizer. So `Round(0, 0)`, as `fn.every` has it, averages the params.
 
         >>> import torch, fn
         >>> sgd = fn.scale_by_learning_rate(0.5)

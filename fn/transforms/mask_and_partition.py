@@ -22,7 +22,6 @@ from fn.base import (
     combine,
     facts_of,
     says,
-    unchanged,
 )
 from fn.compiling import own_code
 from fn.errors import expected
@@ -423,30 +422,3 @@ def unfrozen(inner: Transform) -> Transform:
         links=tuple(map(unfrozen, inner.links)),
         facts=inner.facts and facts._replace(averages=Averages(warmup, warmup, warmup)),
     )  # fmt: skip
-
-
-def apply_mask(mask: Tree) -> Transform:
-    """Multiply the updates of compressed steps by a mask of numbers, leaf by leaf; other phases pass.
-
-    Behind a compressed mean it keeps elements at zero that never receive a gradient, which one bit cannot do.
-
-        >>> import torch, fn
-        >>> seen = torch.tensor([1.0, 0.0])
-        >>> fn.apply_mask(seen).update(fn.Phase.COMPRESSED)(torch.tensor([0.5, -0.5]), (), None)[0]
-        tensor([0.5000, -0.0000])
-
-    Args: mask: one tensor for all leaves, or a tree like the updates, of tensors that broadcast to them; None at a
-        leaf leaves it as it is.
-    """
-
-    def multiply(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        def keep(u: Tensor, m: Tensor | None) -> Tensor:
-            # In the dtype of the updates: a float32 mask would widen those of half precision.
-            return u if m is None else u * m.to(device=u.device, dtype=u.dtype)
-
-        if isinstance(mask, Tensor):
-            return tree.map(lambda u: keep(u, mask), updates), state
-        return tree.map(keep, updates, mask), state
-
-    facts = Facts(whole=("apply_mask",), tree=("apply_mask",))
-    return Transform(lambda params: (), unchanged, multiply, unchanged, facts=facts)

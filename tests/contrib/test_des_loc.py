@@ -36,9 +36,21 @@ def test_the_moment_of_a_step_is_averaged_behind_it() -> None:
     torch.testing.assert_close(mu, g[:, 0].mean(0).expand(2, -1))
 
 
+def test_periods_say_when_each_is_due() -> None:
+    schedule = fn.contrib.periods(2, 3, 4, start=1)
+    assert schedule(0) is fn.Phase.WARMUP
+    numbers = [schedule(t).begin for t in range(1, 13)]
+    assert numbers == [None, 0, 1, 4, None, 2, None, 4, 1, 0, None, 6]
+    assert [schedule(t).end for t in range(1, 13)] == numbers
+    for bad in ({"params": 0}, {"first_moment": 1.5}, {"second_moment": -1}, {"start": -1}):
+        with pytest.raises((TypeError, ValueError), match=rf"{next(iter(bad))}: expected a whole number"):
+            fn.contrib.periods(**{"params": 1, "first_moment": 1, "second_moment": 1, **bad})
+
+
 def test_loops_and_adapters_can_rely_on_it() -> None:
     params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
-    report = fn.testing.check_transform(fn.contrib.des_loc(0.01, axis="data"), params, fn.periods(2, 3, 4, start=2))
+    schedule = fn.contrib.periods(2, 3, 4, start=2)
+    report = fn.testing.check_transform(fn.contrib.des_loc(0.01, axis="data"), params, schedule)
     assert report, report
 
 
@@ -50,7 +62,7 @@ def recorded(case: Case) -> Method:
     periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
     hyper = case.hyper["inner"]
     tx = fn.contrib.des_loc(hyper["lr"], *hyper["betas"], weight_decay=hyper["weight_decay"], axis="data")
-    return Method(tx, fn.periods(*periods))
+    return Method(tx, fn.contrib.periods(*periods))
 
 
 @each_recorded

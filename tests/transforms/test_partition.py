@@ -81,7 +81,7 @@ def test_labels_that_do_not_fit_are_refused(bad: dict[str, str]) -> None:
 
 
 def test_a_mask_acts_on_compressed_steps_only() -> None:
-    tx = fn.apply_mask([torch.tensor([1.0, 0.0]), None])
+    tx = deepspeed.apply_mask([torch.tensor([1.0, 0.0]), None])
     updates = [torch.ones(2), torch.ones(2)]
     for phase in fn.Phase:
         first = [1.0, 0.0] if phase is fn.Phase.COMPRESSED else [1.0, 1.0]
@@ -95,7 +95,7 @@ def test_an_explicit_mask_behind_the_mean_keeps_unused_rows_at_zero() -> None:
     mask = torch.tensor([1.0] * 8 + [0.0] * 8)
     for sync_mask, drifts in ((None, True), (mask, False)):
         sync = fn.compressed_average("data", fn.sign())
-        sync = sync if sync_mask is None else fn.chain(sync, fn.apply_mask(sync_mask))
+        sync = sync if sync_mask is None else fn.chain(sync, deepspeed.apply_mask(sync_mask))
         tx = deepspeed.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync)
         state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=fn.rank_dims(tx.init(torch.zeros(16))))(
             torch.zeros(16)

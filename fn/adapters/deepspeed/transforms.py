@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import NewParams, Phase, Transform, chain, check_arguments, facts_of, missing, stateless
+from fn.base import NewParams, Phase, Transform, chain, check_arguments, facts_of, missing, stateless, unchanged
 from fn.collectives.codecs.codec import Codec, Segments
 from fn.collectives.codecs.sign import sign
 from fn.facts import Averages, Facts, merged
@@ -45,7 +45,7 @@ from fn.transforms.adam import (
 from fn.transforms.average import average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, check_decay, check_rate, scale_by_learning_rate
 from fn.transforms.lamb import LambHyper, check_hyper, frozen_step, start_lamb, warm_step
-from fn.transforms.mask_and_partition import apply_mask, unfrozen
+from fn.transforms.mask_and_partition import unfrozen
 from fn.transforms.skip_nonfinite import all_finite, skip_nonfinite
 from fn.transforms.zero_one_adam import (
     check_synchronised,
@@ -88,6 +88,22 @@ def codec(world_size: int) -> Codec:
 
     of_segments, make = plain.segmented, partial(codec, world_size)
     return plain._replace(align=math.lcm(world_size, 8), segmented=cached_plan(segmented), make=make)
+
+
+def apply_mask(mask: Tree) -> Transform:
+    """Multiply the updates of compressed steps by numbers: one tensor for all leaves, or a tree with None for ones."""
+
+    def multiply(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        def keep(u: Tensor, m: Tensor | None) -> Tensor:
+            # In the dtype of the updates: a float32 mask would widen those of half precision.
+            return u if m is None else u * m.to(device=u.device, dtype=u.dtype)
+
+        if isinstance(mask, Tensor):
+            return tree.map(lambda u: keep(u, mask), updates), state
+        return tree.map(keep, updates, mask), state
+
+    facts = Facts(whole=("apply_mask",), tree=("apply_mask",))
+    return Transform(lambda params: (), unchanged, multiply, unchanged, facts=facts)
 
 
 def _masked_sync(axis: str, world_size: int, mask: Tensor | None) -> Transform:
