@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from benchmarks import against, first_hour
 from benchmarks.atlas import choices, max_step, same_loss
+from benchmarks.atlas import rounds as outer_steps
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas import summary as atlas_summary
 from benchmarks.links import grid_report, playbook, sites, slow_link_report, time_to_loss_report
@@ -133,6 +134,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "same_loss", same_loss.table
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
+    yield "rounds", partial(outer_steps.table, atlas.read(RESULTS / "rounds.json"))
     yield "max_step", partial(max_step.table, json.loads((RESULTS / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)

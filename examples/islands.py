@@ -61,7 +61,7 @@ def main() -> None:
 
     schedule = fn.every(args.every)
     manager = fn.adapters.torchft.connect(schedule, step_seconds=10)
-    make = partial(fn.diloco, codec=fn.int8(), servers=False, outer_momentum=0.6)
+    make = partial(fn.diloco, codec=fn.int8(), servers=False, rounds=max(1, args.steps // args.every))
     opt = fn.adapters.torchft.optimizer(model.parameters(), make, manager, schedule=schedule, lr=args.lr)
 
     draw = torch.Generator()

@@ -40,6 +40,7 @@ from benchmarks.atlas.summary import Row
 from benchmarks.atlas.tasks import Task, language_model, rate
 from benchmarks.atlas.train import finite
 from benchmarks.measure import commit, markdown
+from fn.local_optimizers import OF_DILOCO, OF_MULOCO
 
 
 class Cell(NamedTuple):
@@ -136,6 +137,8 @@ def stacked(trees: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 LR = 0.00324
 """AdamW's rate in the atlas times 0.6."""
 
+RULES = {"diloco": OF_DILOCO, "muloco": OF_MULOCO}
+
 ROUNDS, LENGTHS, WORKERS = (8, 25, 100), (8, 32), (4, 8)
 
 SETTINGS = ((1.0, 0.0), (1.5, 0.0), (1.0, 0.3), (1.0, 0.6), (0.9, 0.6), (0.9, 0.8), (0.7, 0.6), (0.7, 0.9))
@@ -175,7 +178,9 @@ def contenders(rows: Sequence[Row], cell: Cell) -> dict[str, tuple[float, float]
     """Return the outer rates and momenta that a cell compares, by what they are; none before they are chosen."""
     if (best := chosen(rows, cell)) is None:
         return {}
-    return {"tuned": best, "1.0 / 0": (1.0, 0.0), "0.9 / 0.6": (0.9, 0.6), "0.7 / 0.9": (0.7, 0.9)}
+    rule = RULES[cell.method]
+    default = 1 - rule.fall * rule.default, rule.default
+    return {"tuned": best, "`rounds=`": rule(cell.rounds), "default": default, "paper": rule(10**4)}
 
 
 def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool) -> Iterator[list[Run]]:
@@ -203,9 +208,9 @@ def table(rows: Sequence[Row]) -> str:
         line = [*map(str, cell), f"{best[0]:g} / {best[1]:g}", f"{statistics.fmean(base.values()):.3f}" if base else ""]
         for setting in list(compared.values())[1:]:
             gap = difference(losses(rows, cell, setting, "loss"), base)
-            line.append("" if gap is None else f"{gap:.3f}")
+            line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
-    names = ["method", "rounds", "H", "workers", "tuned", "its loss", "1.0 / 0", "0.9 / 0.6", "0.7 / 0.9"]
+    names = ["method", "rounds", "H", "workers", "tuned", "its loss", "`rounds=`", "default", "the paper's"]
     return markdown(" | ".join(names), lines)
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
+import chains
 import pytest
 import ranks
 import torch
@@ -201,7 +202,9 @@ RETURNS: dict[str, dict[str, Any]] = {
     "codes": {"make": CODES},
     "fragments": {"make": partial(CODES, fragments=2), "fragments": 2},
     "late": {"make": CODES, "delay": 2},
-    "late fragments": {"make": partial(CODES, fragments=2, alpha=0.5), "fragments": 2, "delay": 1},
+    "late fragments": {
+        "make": partial(chains.diloco, **CODES.keywords, fragments=2, alpha=0.5), "fragments": 2, "delay": 1
+    },
     "warm-up": {"start": 3 * H, "least": 3 * H + 3},
     "warm-up that ends meanwhile": {"start": H, "least": H + 4},
 }

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 import fn
-from benchmarks.atlas import rounds
+from benchmarks.atlas import rounds, runs
 from benchmarks.atlas import train as atlas
 from benchmarks.atlas.methods import Method
 from benchmarks.atlas.tasks import Score, Task
+from benchmarks.measure import ROOT
 
 CELL = rounds.Cell("diloco", 3, 2, 2)
 
@@ -35,8 +36,8 @@ def regression() -> Task:
 
 
 def test_runs_that_are_trained_together_are_those_of_the_atlas() -> None:
-    task, runs = regression(), [rounds.Run(*CELL, seed, 0.1, *pair) for seed in (1, 2) for pair in ((1, 0), (0.7, 0.9))]
-    for row in rounds.train(runs, task):
+    task, pairs = regression(), ((1, 0), (0.7, 0.9))
+    for row in rounds.train([rounds.Run(*CELL, seed, 0.1, *pair) for seed in (1, 2) for pair in pairs], task):
         make = partial(rounds.METHODS["diloco"], outer_lr=row["outer_lr"], outer_momentum=row["outer_momentum"])
         method = Method("", make, lambda steps: fn.every(2), 0.1, "", "", alike=False)
         alone = atlas.train(atlas.Run("", "", 2, row["seed"], 6, 0.1), task, method)
@@ -54,8 +55,19 @@ def test_the_outer_step_is_chosen_on_a_seed_and_split_that_the_table_does_not_sh
     shown = [row(seed, pair, 0.1, 3.0 + (pair != best)) for seed in rounds.SEEDS for pair in (best, (1.0, 0.0))]
     assert rounds.chosen(rows[:-1], cell) is None
     assert rounds.chosen([*shown, *rows], cell) == best
-    assert "| diloco | 8 | 8 | 4 | 1 / 0.3 | 3.000 | +1.000 ± 0.000 |" in rounds.table([*rows, *shown])
+    line = "| diloco | 8 | 8 | 4 | 1 / 0.3 | 3.000 | +1.000 ± 0.000 | +1.000 ± 0.000 |  |"
+    assert line in rounds.table([*rows, *shown])
     assert all(math.isnan(x) for x in rounds.losses(rows, cell, (0.7, 0.9), "tuning").values())
+
+
+def test_the_papers_outer_step_is_for_long_runs() -> None:
+    """
+    Differs: fn.local_optimizers.diloco: Without `rounds` the outer step is plain averaging; on the atlas's language
+        model the paper's rate of 0.7 and momentum of 0.9 ended 0.18 nats higher after 8 rounds of 8 steps.
+    """
+    rows, cell = runs.read(ROOT / "benchmarks" / "results" / "rounds.json"), CELL._replace(rounds=8, h=8, workers=4)
+    ours, papers = (rounds.losses(rows, cell, pair, "loss")[0] for pair in ((1.0, 0.0), (0.7, 0.9)))
+    assert f"{papers - ours:.2f}" == "0.18"
 
 
 def test_runs_that_are_there_are_not_taken_again() -> None:

@@ -48,7 +48,7 @@ def main() -> None:
     ranks = DistributedDataParallel(model)
     schedule = fn.every(EVERY)
     manager = fn.adapters.torchft.connect(schedule, name=f"island_{args.island}")
-    make = partial(fn.diloco, codec=fn.int8(), servers=False, outer_momentum=0.6)
+    make = partial(fn.diloco, codec=fn.int8(), servers=False, outer_lr=0.7, outer_momentum=0.6)
     opt = fn.adapters.torchft.optimizer(model.parameters(), make, manager, schedule=schedule, lr=2e-3)
 
     def write(name: str, value: object) -> None:

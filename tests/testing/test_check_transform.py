@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import chains
 import own_pieces
 import pytest
 import ranks
@@ -24,7 +25,7 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
     **{method.name: (method.make, method.schedule) for method in CODES},
     "dion": (fn.dion, fn.freeze_after(10)),
     "diloco": (fn.diloco, fn.every(500, start=10)),
-    "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
+    "streaming": (partial(chains.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
     "local_sgd": (fn.local_sgd, fn.every(4)),
     "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(15)),
     "muloco": (fn.muloco, fn.every(30)),

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chains
 import pytest
 import registry
 import torch
@@ -50,7 +51,7 @@ METHODS = {
     "of the docs": of_the_docs,
     "inside": lambda: inside(of_the_docs()),
     "masked": lambda: masked(of_the_docs()),
-    "diloco": lambda: fn.diloco(0.1, axis="data", fragments=2, alpha=0.5, codec=fn.int8()),
+    "diloco": lambda: chains.diloco(0.1, axis="data", fragments=2, alpha=0.5, codec=fn.int8()),
     "average_params": averaged,
     **{method.name: partial(method.make, 0.1, axis="data") for method in registry.CONTRIB_ROUNDS},
 }

@@ -183,6 +183,26 @@ def test_what_did_not_move_is_no_difference_under_half_precision() -> None:
     assert same_bits(w.own.anchor, before)
 
 
+HALFWAY, OF_DILOCO, OF_MULOCO = (1 - 0.5 / 3, 0.5), (0.7, 0.9), (0.9, 0.8)
+CHOSEN = [
+    (fn.diloco, {}, (1.0, 0.0)), (fn.diloco, {"rounds": 40}, (1.0, 0.0)), (fn.diloco, {"rounds": 80}, HALFWAY),
+    (fn.diloco, {"rounds": 400}, OF_DILOCO), (fn.diloco, {"outer_momentum": 0.9}, OF_DILOCO),
+    (fn.muloco, {}, OF_MULOCO), (fn.muloco, {"rounds": 8}, (1 - 0.6 / 8, 0.6)), (fn.muloco, {"rounds": 200}, OF_MULOCO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "given", "pair"), CHOSEN)
+def test_the_outer_step_fits_the_rounds(make: Any, given: Any, pair: tuple[float, float]) -> None:
+
+    def ends(**given: Any) -> Any:
+        w = World(make(0.02, axis="data", **given))
+        for t in range(2):
+            w.step(BOTH, gradients(2, t))
+        return w.params
+
+    torch.testing.assert_close(ends(**given), ends(outer_lr=pair[0], outer_momentum=pair[1]))
+
+
 def test_one_rank_looks_ahead() -> None:
     tx = fn.diloco(0.02, axis="data", outer_momentum=0.0, outer_lr=0.5)
     first, ends = start(), []
@@ -309,6 +329,12 @@ BAD = {
     r"outer_momentum: expected a number in \[0, 1\)": lambda: fn.diloco(axis="data", outer_momentum=1.0),
     "outer_momentum: expected a number": lambda: fn.muloco(axis="data", outer_momentum="0.9"),
     "outer_lr: expected a finite number": lambda: fn.diloco(axis="data", outer_lr=-1.0),
+    "rounds: expected a whole number of at least 1, but got 0": lambda: fn.diloco(axis="data", rounds=0),
+    "rounds: expected a whole number of at least 1, but got 8.0": lambda: fn.muloco(axis="data", rounds=8.0),
+    "rounds, outer_lr: rounds chooses": lambda: fn.diloco(axis="data", rounds=8, outer_lr=0.7),
+    "rounds, outer_lr, outer_momentum: rounds chooses": lambda: fn.muloco(
+        axis="data", rounds=8, outer_lr=0.9, outer_momentum=0.8
+    ),
     "outer_lr: expected a finite": lambda: fn.sparse_loco(axis="data", outer_lr=float("inf")),
     r"momentum: expected a number in \[0, 1\)": lambda: fn.local_sgd(axis="data", momentum=1.0),
     "nesterov: expected": lambda: fn.trace(0.9, nesterov=1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from fn import tree
 from fn.adapters import checkpoint
 
 SAVED, STEPS = 10, 14  # steps: a mean is on its way at step 10, and errors wait
-MAKE = partial(fn.diloco, axis="data", codec=fn.int8(), fragments=2, alpha=0.5)
+MAKE = partial(chains.diloco, axis="data", codec=fn.int8(), fragments=2, alpha=0.5)
 METHODS: dict[str, tuple[Any, Any]] = {
     "late": (MAKE, fn.every(6, fragments=2, delay=2, start=2)),
     "as late as may be": (MAKE, fn.every(6, fragments=2, delay=5, start=2)),

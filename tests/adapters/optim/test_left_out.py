@@ -105,7 +105,7 @@ def test_an_anchor_that_overflows_later_is_left_out_and_stays_finite():
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_param_group_that_joins_between_begin_and_end_keeps_its_local_steps(alpha):
     param, late = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    make = partial(fn.diloco, axis="data", alpha=alpha)
+    make = partial(chains.diloco, axis="data", alpha=alpha)
     opt = fn.Optimizer([param], make, schedule=fn.every(4, delay=2), lr=0.1)
     for _ in range(2):
         step(opt, [param])

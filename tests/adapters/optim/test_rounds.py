@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import chains
 import own_pieces
 import pytest
 import ranks
@@ -40,7 +41,7 @@ def meeting(*parts: str) -> Any:
 
 METHODS: dict[str, tuple[Any, Any]] = {
     "diloco": (fn.diloco, fn.every(4, start=3)),
-    "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
+    "streaming": (partial(chains.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
     "named fragments": (partial(fn.diloco, fragments=by_size), fn.every(4, fragments=2, delay=1)),
     "signs": (partial(fn.diloco, codec=fn.sign(), fragments=2), fn.every(4, fragments=2, start=2)),
     "late signs": (partial(fn.diloco, codec=fn.sign()), fn.every(5, delay=3, start=2)),
@@ -52,7 +53,7 @@ METHODS: dict[str, tuple[Any, Any]] = {
         for method in registry.CONTRIB_ROUNDS
         if method.make is own_pieces.guarded_diloco
     },
-    "late fragments": (partial(fn.diloco, fragments=3, alpha=0.5), fn.every(6, fragments=3, delay=5)),
+    "late fragments": (partial(chains.diloco, fragments=3, alpha=0.5), fn.every(6, fragments=3, delay=5)),
     "params in the mean": (meeting("mean"), fn.every(3)),
     "params in all parts": (meeting("difference", "mean", "outer"), fn.every(3)),
     "params in the difference, a late mean": (meeting("difference", "outer"), fn.every(4, delay=2)),
