@@ -73,7 +73,7 @@ MOVED = partial(Digits, side=12)
 """The atlas's network, for the larger images of moved digits."""
 
 
-def _task(make: Callable[[], nn.Module], batch: int, samples: Callable[[str, int, torch.Generator], Batch]) -> Task:
+def task_of(make: Callable[[], nn.Module], batch: int, samples: Callable[[str, int, torch.Generator], Batch]) -> Task:
     """Return a task of a model. samples: (split, number, generator) -> inputs and targets."""
     model = make()
 
@@ -104,7 +104,7 @@ def _task(make: Callable[[], nn.Module], batch: int, samples: Callable[[str, int
     return Task(params, loss, batches, score)
 
 
-def _parts(n: int) -> dict[str, tuple[int, int]]:
+def splits_of(n: int) -> dict[str, tuple[int, int]]:
     """Return where splits begin and end: 60 % are trained on, 20 % choose rates, 20 % are in the table."""
     return {"train": (0, n * 6 // 10), "tuning": (n * 6 // 10, n * 8 // 10), "test": (n * 8 // 10, n)}
 
@@ -116,14 +116,14 @@ def names(batch: int = 32) -> Task:
     found = [name for name in found if name and "IDEOGRAPH" not in name and "HANGUL SYLLABLE" not in name]
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(0)).tolist()
     text = torch.frombuffer(bytearray("\n".join(found[k] for k in order).encode()), dtype=torch.uint8).long()
-    parts = _parts(len(text))
+    parts = splits_of(len(text))
 
     def samples(split: str, number: int, generator: torch.Generator) -> Batch:
         start, end = parts[split]
         places = torch.randint(start, end - CONTEXT, (number, 1), generator=generator) + torch.arange(CONTEXT + 1)
         return text[places[:, :-1]], text[places[:, 1:]]
 
-    return _task(Names, batch, samples)
+    return task_of(Names, batch, samples)
 
 
 @cache
@@ -134,7 +134,7 @@ def digits(batch: int = 64) -> Task:
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(1))
     images = F.pad(torch.tensor(found.images, dtype=torch.float32)[order] / 16, (4, 4, 4, 4))  # (n, 16, 16)
-    targets, parts = torch.tensor(found.target)[order], _parts(len(order))
+    targets, parts = torch.tensor(found.target)[order], splits_of(len(order))
 
     def samples(split: str, number: int, generator: torch.Generator) -> Batch:
         which = torch.randint(*parts[split], (number, 1, 1), generator=generator)
@@ -142,7 +142,7 @@ def digits(batch: int = 64) -> Task:
         x = images[which, rows[:, :, None], columns[:, None, :]]  # (number, 12, 12)
         return (x + 0.2 * torch.randn(x.shape, generator=generator))[:, None], targets[which.flatten()]
 
-    return _task(MOVED, batch, samples)
+    return task_of(MOVED, batch, samples)
 
 
 class Setting(NamedTuple):

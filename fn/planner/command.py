@@ -1,4 +1,4 @@
-"""`python -m fn plan`: the flags, and what is printed: a plan as a table, as JSON and as a picture."""
+"""`python -m fn plan`: the flags, and what is printed or written: a plan as a table, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import errno
 import json
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fn.errors import expected
 from fn.planner import calibrate, page, probe, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
@@ -93,7 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="show every core method, on every topology")
     parser.add_argument("--contrib", action="store_true", help="show every method, those of fn.contrib, too")
-    parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
     parser.add_argument("--json", metavar="FILE", help="write all numbers, and what to take")
     parser.add_argument("--html", metavar="FILE", help="write a page with sliders, which plans in a browser")
     parser.add_argument("--probe", metavar="SCRIPT", nargs=argparse.REMAINDER,
@@ -118,7 +115,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     try:
         on_all = arguments.calibrate or arguments.probe is not None
         if os.environ.get("RANK", "0") == "0" or not on_all:  # where the files are written
-            check_paths(arguments.json, arguments.png, arguments.html)
+            check_paths(arguments.json, arguments.html)
         if arguments.probe is not None:
             _probe(arguments)
             return
@@ -273,18 +270,7 @@ def _show(
 
     made = plan_on(net)
     shown, said = made if arguments.all else one_topology_each(made), recommend(made)
-    title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
-    print(*said.lines, "", title, "", table_of_picks(made, said), "", sep="\n")
-    if arguments.all or arguments.contrib:
-        print(as_table(shown, net), "", sep="\n")
-    print(made.verdict)
-    if made.pays:
-        print(about_warm_up(made))
-    if net.world > 1:
-        print(sentence(fastest_by_ranks(plan_on, net), numbers_of_ranks(net)[-1]))
-    if arguments.png:
-        draw(shown, arguments.png, title)
-    if arguments.json:
+    if arguments.json:  # files first: behind `| head` nobody may read on
         Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
@@ -295,6 +281,15 @@ def _show(
             memory=memory, bucket=arguments.bucket, coding=coding,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
+    title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
+    print(*said.lines, "", title, "", table_of_picks(made, said), "", sep="\n")
+    if arguments.all or arguments.contrib:
+        print(as_table(shown, net), "", sep="\n")
+    print(made.verdict)
+    if made.pays:
+        print(about_warm_up(made))
+    if net.world > 1:
+        print(sentence(fastest_by_ranks(plan_on, net), numbers_of_ranks(net)[-1]))
 
 
 TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
@@ -418,12 +413,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows, "recommendation": recommendation}
 
 
-def check_paths(json_: str | None, png: str | None, html: str | None = None) -> None:
+def check_paths(json_: str | None, html: str | None) -> None:
     """Refuse files that could not be written, before there is anything to write.
 
-    Raises: OSError or ValueError that names the flag; ImportError if a picture is wanted and matplotlib not installed.
+    Raises: OSError that names the flag.
     """
-    for flag, name in (("--json", json_), ("--png", png), ("--html", html)):
+    for flag, name in (("--json", json_), ("--html", html)):
         if name is not None:
             path = Path(name)
             writable = os.access(path if path.exists() else path.parent, os.W_OK)
@@ -431,47 +426,3 @@ def check_paths(json_: str | None, png: str | None, html: str | None = None) -> 
             if any(problems.values()):
                 problem = next(number for number, there in problems.items() if there)
                 raise OSError(f"{flag}: {name!r}: {os.strerror(problem)}")
-    if png is not None:
-        _matplotlib()
-        from matplotlib.backend_bases import FigureCanvasBase
-
-        known = FigureCanvasBase.get_supported_filetypes()
-        if Path(png).suffix[1:].lower() not in known:
-            raise ValueError(expected("--png", f"a name that ends in {', '.join(known)}", f"{str(png)!r}"))
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("--png needs matplotlib: pip install matplotlib") from error
-    return matplotlib
-
-
-BARS = ("compute", "computation", "0.75"), ("coding", "coding", "C1"), ("exposed", "communication, not hidden", "C3")
-"""What a step consists of in the picture: a field of `Prediction`, its text, its colour."""
-
-
-def draw(plan: Plan, path: str | Path, title: str = "") -> None:
-    """Write the steps as bars of computation, coding and exposed communication to a PNG.
-
-    Raises: ImportError if matplotlib is not installed.
-    """
-    _matplotlib().use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.3 * len(plan.predictions)), layout="constrained")
-    slowest_first = plan.predictions[::-1]
-    names = [f"{p.method.title} ({p.method.topology})" for p in slowest_first]
-    left = [0.0] * len(names)
-    for field, text, color in BARS:
-        values = [getattr(p, field) for p in slowest_first]
-        axes.barh(names, values, left=left, label=text, color=color)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    figure.suptitle(textwrap.fill(title, 130), fontsize="medium")
-    axes.set(xlabel="seconds a step, predicted")
-    axes.margins(y=0.02)
-    axes.legend(loc="upper right")  # the fastest are at the top, and short
-    axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -212,20 +212,19 @@ def scale_by_zero_one_adam(
         out = common_step(lr, eps, weight_decay, mu, nu, params, limit)
         # The largest gradient is a mean, alike on all ranks, so a guard that looks at it skips on all of them.
         peak = peak_of(largest(updates), all_finite(tree.leaves(out)))
-        anchor = tree.map(lambda p, u: p.to(u.dtype) + u, params, out)  # the ranks agree on the new params
+        # The ranks agree on the new params, as they are rounded.
+        anchor = tree.map(lambda p, u: (p + u).to(p.dtype).to(u.dtype), params, out)
         return out, state._replace(step=state.step + 1, mu=mu, nu=nu, ages=ages, anchor=anchor, peak=peak)
 
-    def step_alone(
-        updates: Tree, state: ZeroOneAdamState, most: float = math.inf
-    ) -> tuple[Tree, Tree, tuple[Tensor, ...]]:
+    def momentum(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, tuple[Tensor, ...]]:
         ages = older(state.ages, bias_correction, frozen=True)
-        mu = zeros_kept(moving_average(state.mu, updates, b1, *ages[:1]), state.nu)
-        # Back to the dtype of the moments: a 0-d rate in float64 may decide that of a 0-d update.
-        return tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps, most)), mu, ages
+        return zeros_kept(moving_average(state.mu, updates, b1, *ages[:1]), state.nu), ages
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        moves, mu, ages = step_alone(updates, state, limit)
+        mu, ages = momentum(updates, state)
+        # Back to the dtype of the moments: a 0-d rate in float64 may decide that of a 0-d update.
+        moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps, limit))
         # where nu is zero, moves are zero whatever the gradient is
         ok = all_finite([*tree.leaves(moves), *tree.leaves(updates)]).to(state.dropped.device)
         moves, mu = kept_if(ok, moves, mu, state.mu)
@@ -237,12 +236,16 @@ def scale_by_zero_one_adam(
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         # The momentum of this step is dropped: it is rebuilt below, from the step that all ranks take. This one is not
         # clamped, for what is cut off before it is sent would be missing from the momentum, too.
-        moves, _, ages = step_alone(updates, state)
+        mu, ages = momentum(updates, state)
         elapsed = later(state.elapsed)
-        # All that this rank went since the anchor, this step included.
-        drift = tree.map(lambda p, u, x: p.to(u.dtype) + u - x, params, moves, state.anchor)
-        # Codes of steps themselves would move elements with a large second moment as far as those with a small one.
-        scaled = tree.map(lambda d, v: d * rules.denominator(v, eps), drift, state.nu)
+
+        def drift(p: Tensor, x: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            # All that this rank went since the anchor, in units of the momentum: codes of steps themselves would move
+            # elements with a large second moment as far as those with a small one. This step joins behind the
+            # difference, as in the kernels: added to p it would be rounded to the spacing of p, and codes would flip.
+            return rules.drift(p.to(m.dtype), x, m, v, eps, lr).to(m.dtype)
+
+        scaled = tree.map(drift, params, state.anchor, mu, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         # Before elements are set to zero, which would hide a NaN.
         peak = largest(mean)

@@ -187,8 +187,7 @@ ZERO_ONE_CASES = [
     {},
     {"feedback": fn.classic(lazy=True), "layout": "per_tensor"},
     {"codec": fn.sign(block=64)},
-    # With another clamp a number lies at half a code of int8, and the last bit decides which one it becomes.
-    {"codec": fn.int8(), "feedback": fn.damped(), "bias_correction": False, "max_step": 0.5},
+    {"codec": fn.int8(), "feedback": fn.damped(), "bias_correction": False},
     {"warmup": fn.int8()},
     {"servers": False},
     {"servers": False, "codec": fn.int8(), "feedback": fn.classic(lazy=True), "layout": "per_tensor",
