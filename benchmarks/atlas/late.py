@@ -9,12 +9,9 @@ not taken again, so the script may be stopped and started; `--show` takes none a
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 import fn
 from benchmarks.atlas import runs as atlas
@@ -22,7 +19,7 @@ from benchmarks.atlas.methods import METHODS, Method, muon
 from benchmarks.atlas.paired import difference
 from benchmarks.atlas.summary import Row, by_seed, chosen_rate, runs
 from benchmarks.atlas.tasks import TASKS
-from benchmarks.atlas.train import Run, train
+from benchmarks.atlas.train import Run
 from benchmarks.measure import markdown
 
 SEEDS = (21, 22, 23, 24, 25)
@@ -83,7 +80,7 @@ def table(rows: list[Row]) -> str:
             cells = []
             for way in WAYS:
                 gap = difference(by_seed(runs(rows, task=task, method=f"{name}, {way}"), "loss"), own)
-                cells.append("" if gap is None else f"{gap:.3f}, {gap.verdict}")
+                cells.append("" if gap is None else gap.bold())
             if any(cells):
                 paired = {row["seed"] for row in runs(rows, task=task, method=f"{name}, late")} & own.keys()
                 mean = sum(own[seed] for seed in paired) / max(1, len(paired))
@@ -91,23 +88,5 @@ def table(rows: list[Row]) -> str:
     return markdown("| task | method | seeds | in time | late, c = 1 | late, c = 0 |", lines)
 
 
-def main() -> None:
-    """Take the runs that are missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", default="benchmarks/results/late_losses.json")
-    parser.add_argument("--show", action="store_true", help="take no runs")
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="take runs of these only")
-    options = parser.parse_args()
-    path = Path(options.json)
-    rows = atlas.read(path)
-    done = {tuple(row[field] for field in Run._fields) for row in rows}
-    missing = [(run, method) for run, method in wanted() if run not in done]
-    missing = [(run, method) for run, method in missing if options.tasks is None or run.task in options.tasks]
-    for run, method in tqdm([] if options.show else missing):
-        rows.append(train(run, method=method))
-        atlas.write(path, rows)
-    print(table(rows))
-
-
 if __name__ == "__main__":
-    main()
+    print(table(atlas.fill(__doc__ or "", Path("benchmarks/results/late_losses.json"), wanted())))

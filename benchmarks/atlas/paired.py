@@ -68,6 +68,12 @@ class Difference(NamedTuple):
             return "diverged on a seed"
         return "not told apart" if abs(self.mean) <= self.half else "higher" if self.mean > 0 else "lower"
 
+    def bold(self) -> str:
+        """Spell it in three digits, bold where the interval does not hold zero."""
+        if not math.isfinite(self.mean):
+            return "diverged on a seed"
+        return format(self, ".3f") if self.verdict == "not told apart" else f"**{self:.3f}**"
+
     def __format__(self, spec: str) -> str:
         return f"{self.mean:+{spec or '.4f'}} ± {self.half:{spec or '.4f'}}"
 

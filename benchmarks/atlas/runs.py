@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.atlas import picture as atlas_picture
-from benchmarks.atlas.methods import CORE, METHODS
+from benchmarks.atlas.methods import CORE, METHODS, Method
 from benchmarks.atlas.summary import MAIN, TUNED_ON, Row, chosen_rate, missing_runs, rates_to_try, summary, table
 from benchmarks.atlas.tasks import TASKS
 from benchmarks.atlas.train import Run, train
@@ -98,6 +98,25 @@ def take(args: argparse.Namespace, path: Path) -> list[Row]:
             for process in active_children():
                 process.terminate()
             raise
+
+
+def fill(description: str, path: Path, pairs: Iterable[tuple[Run, Method]]) -> list[Row]:
+    """Take the runs that a file lacks, one after the other; return its rows. The command line has the file's name.
+
+    Args: description: of the script. path: of the file, if none is named. pairs: the runs, and what makes each.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, default=path)
+    parser.add_argument("--show", action="store_true", help="take no runs")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK", help="of runs")
+    args = parser.parse_args()
+    rows = read(args.json)
+    done = {tuple(row[name] for name in Run._fields) for row in rows}
+    missing = [(run, method) for run, method in pairs if run not in done and run.task in args.tasks]
+    for run, method in tqdm([] if args.show else missing, desc="runs"):
+        rows.append(train(run, method=method))
+        write(args.json, rows)
+    return rows
 
 
 def main() -> None:

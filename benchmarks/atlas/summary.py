@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.atlas.methods import CORE, METHODS
-from benchmarks.atlas.paired import difference, rate_at, search
+from benchmarks.atlas.paired import Difference, difference, rate_at, search
 from benchmarks.atlas.tasks import TASKS
 
 Row = dict[str, Any]
@@ -148,10 +148,8 @@ def _loss(row: Row | None) -> str:
         return ""
     if row["difference"] is None:
         return f"{row['loss']:.4f}"
-    if math.isnan(row["loss"]):
-        return "diverged on a seed"
-    text = format(row["difference"], ".3f")
-    return text if row["difference"].verdict == "not told apart" else f"**{text}**"
+    gap: Difference = row["difference"]
+    return gap.bold()
 
 
 def missing_runs(rows: Sequence[Row], task: str) -> int:

@@ -243,7 +243,8 @@ def scale_by_zero_one_adam(
             # All that this rank went since the anchor, in units of the momentum: codes of steps themselves would move
             # elements with a large second moment as far as those with a small one. This step joins behind the
             # difference, as in the kernels: added to p it would be rounded to the spacing of p, and codes would flip.
-            return rules.drift(p.to(m.dtype), x, m, v, eps, lr).to(m.dtype)
+            drifted: Tensor = rules.drift(p.to(m.dtype), x, m, v, eps, lr)
+            return drifted.to(m.dtype)
 
         scaled = tree.map(drift, params, state.anchor, mu, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
