@@ -16,16 +16,7 @@ import torch.distributed as dist
 from fn.planner import calibrate, page, probe, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
-from fn.planner.predict import (
-    Plan,
-    Prediction,
-    efficiency_of_buckets,
-    fastest_by_ranks,
-    numbers_of_ranks,
-    one_topology_each,
-    plan,
-    sentence,
-)  # fmt: skip
+from fn.planner.predict import Plan, Prediction, efficiency_of_buckets, one_topology_each, plan
 from fn.planner.recommend import PICKS, Recommendation, candidate, measured, recommend, show_parts
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
@@ -263,12 +254,8 @@ def _show(
     coding: Callable[[Network], Mapping[str, float]],
 ) -> None:  # fmt: skip
     options = {key: getattr(arguments, key) for key in ("interval", "local_steps", "rank", "density", "contrib")}
-
-    def plan_on(net: Network) -> Plan:
-        compared = methods(model, net, bucket=arguments.bucket, **options)
-        return plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
-
-    made = plan_on(net)
+    compared = methods(model, net, bucket=arguments.bucket, **options)
+    made = plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
     shown, said = made if arguments.all else one_topology_each(made), recommend(made)
     if arguments.json:  # files first: behind `| head` nobody may read on
         Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
@@ -286,10 +273,6 @@ def _show(
     if arguments.all or arguments.contrib:
         print(as_table(shown, net), "", sep="\n")
     print(made.verdict)
-    if made.pays:
-        print(about_warm_up(made))
-    if net.world > 1:
-        print(sentence(fastest_by_ranks(plan_on, net), numbers_of_ranks(net)[-1]))
 
 
 TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
@@ -362,24 +345,6 @@ def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
         *map(show_seconds, times),
         f"{plan.of('adamw').step / prediction.step:.2f}",
         "" if compared is None else show_parts(compared.time[:1]),
-    )
-
-
-WARM_UP = 0.2
-"""The part of a run that is taken for 1-bit Adam's warm-up."""
-
-
-def about_warm_up(plan: Plan) -> str:
-    """Say what 1-bit Adam's warm-up leaves of its gain, exact or in 8 bits: the table is of later steps."""
-    base, in_bytes, after = (plan.of(name).step for name in ("adamw", "onebit_adam, int8", "onebit_adam"))
-
-    def over_the_run(warm_up: float) -> str:
-        return f"{base / (WARM_UP * warm_up + (1 - WARM_UP) * after):.2f}x"
-
-    return (
-        f"Steps are those after a warm-up, in which 1-bit methods send what adamw sends: onebit_adam is "
-        f"{base / after:.2f}x as fast as adamw after it, {over_the_run(base)} over a run that it is "
-        f"{100 * WARM_UP:.0f} % of, and {over_the_run(in_bytes)} with warmup=fn.int8()."
     )
 
 

@@ -1,11 +1,8 @@
-"""Step times: messages that overlap with the backward pass as far as they can, methods ranked, and a verdict.
-
-The methods are ranked on the network that is given, and on other numbers of ranks with the same links.
-"""
+"""Step times: messages that overlap with the backward pass as far as they can, methods ranked, and a verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fn.errors import expected
@@ -213,57 +210,3 @@ def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
         f"{best.method.label} takes {show_seconds(best.step)} a step, {plain.method.label} "
         f"{show_seconds(plain.step)}: less than {100 * WORTH:.0f} % to win."
     )
-
-
-MOST = 4096
-"""Ranks up to which it is asked which method is the fastest."""
-
-
-def numbers_of_ranks(net: Network, most: int = MOST) -> list[int]:
-    """Return numbers of ranks, each twice the one before it as far as nodes allow: parts of a node, or whole ones.
-
-    Of links between nodes nothing is known where there is one node, so nothing is asked of more.
-    """
-    inside = [2**k for k in range(1, net.per_node.bit_length()) if 2**k < net.per_node]
-    last = net.per_node if net.nodes == 1 else max(most, net.per_node)
-    between = [net.per_node * 2**k for k in range((last // net.per_node).bit_length())]
-    return [world for world in inside + between if 1 < world <= last]
-
-
-def with_ranks(net: Network, world: int) -> Network:
-    """Return the network with so many ranks; fewer than a node has are part of a node."""
-    return net._replace(world=world, per_node=min(net.per_node, world))
-
-
-def fastest_by_ranks(
-    plan_on: Callable[[Network], Plan], net: Network, most: int = MOST
-) -> list[tuple[int, Prediction]]:
-    """Return, from the fewest ranks to the most, from how many of them on which method is the fastest.
-
-    Candidates are the methods that synchronise in every step: to leave steps out changes what is learned. A method
-    stays until another one needs `WORTH` less of a step, so that not every tie is an event.
-    """
-    changes: list[tuple[int, Prediction]] = []
-    for world in numbers_of_ranks(net, most):
-        ranked = [p for p in plan_on(with_ranks(net, world)).predictions if p.method.in_every_step]
-        if changes:
-            before = next((p for p in ranked if p.method.label == changes[-1][1].method.label), None)
-            if before is not None and ranked[0].step > (1 - WORTH) * before.step:
-                continue
-        changes.append((world, ranked[0]))
-    return changes
-
-
-_START = "Fastest with these links, synchronising in every step: "
-
-
-def sentence(changes: list[tuple[int, Prediction]], most: int) -> str:
-    """Say which method is the fastest from how many ranks on.
-
-    Args: changes: of `fastest_by_ranks`. most: ranks up to which it was asked.
-    """
-    (_, first), *others = changes
-    if not others:
-        return f"{_START}{first.method.label} on 2 to {most:,} ranks."
-    more_ranks = "; ".join(f"{p.method.label} from {world:,} on" for world, p in others)
-    return f"{_START}{first.method.label} below {others[0][0]:,} ranks; {more_ranks}."

@@ -121,7 +121,6 @@ def test_turning_ranks_of_factors_and_density(capsys):
     text = capsys.readouterr().out
     assert "powersgd_adamw, rank 1/8" in text
     assert "dion, rank 1/8" in text
-    assert "\nFastest with these links, synchronising in every step: " in text
 
 
 def test_a_file_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
