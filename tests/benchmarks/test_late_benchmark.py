@@ -19,7 +19,7 @@ def test_losses_are_paired_by_seed() -> None:
         return [{"task": "digits", "method": method, "seed": seed, "loss": x} for seed, x in enumerate(values)]
 
     table = losses.table([*rows("adamw", 0.1, 0.2, 0.3), *rows("adamw, late", 0.2, 0.3, 0.4)])
-    assert table.splitlines()[2] == "| digits | adamw | 3 | 0.200 | +0.100 ± 0.000, higher |  |"
+    assert table.splitlines()[2] == "| digits | adamw | 3 | 0.200 | **+0.100 ± 0.000** |  |"
 
 
 def test_every_method_is_late_on_the_seeds_that_the_atlas_does_not_show() -> None:
