@@ -21,7 +21,7 @@ from fn.planner.command import MEMORY, TCP_BUCKETS, TCP_WHOLE
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Plan, plan
-from fn.planner.recommend import recommend
+from fn.planner.recommend import PICKS, recommend
 
 PARAMS = 1_300_000_000
 LINE = f"plan --params {PARAMS} --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
@@ -203,4 +203,4 @@ def test_a_browser_shows_the_plan_of_the_address(few, tmp_path):
     made = planned(setting)
     check(shown, made)
     assert 'id="chart" role="img"' in shown
-    assert shown.count('<rect class="exposed"') == len({p.method.name for p in made.predictions})
+    assert shown.count('<rect class="exposed"') == len({"adamw", *(pick.row for pick in PICKS)})
