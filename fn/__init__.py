@@ -32,7 +32,7 @@ from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon, normuon, sign_muon
 from fn.optimizers import adamw, loco_adamw, onebit_adam, sharded_onebit_adam
 from fn.roles import Roles
-from fn.schedules import every, freeze_after, freeze_when_stable, periodic, zero_one_schedule
+from fn.schedules import every, every_seconds, freeze_after, freeze_when_stable, periodic, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
@@ -107,6 +107,7 @@ __all__ = [
     "donate",
     "e3m0",
     "every",
+    "every_seconds",
     "flatten_parameters",
     "fp8",
     "freeze_after",

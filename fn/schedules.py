@@ -5,15 +5,26 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fn.arguments import check_interval, check_number
 from fn.base import Phase, Round, check_round
 from fn.errors import expected
 
 Schedule = Callable[[int], Phase | Round]
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A schedule with a memory, which a state dict keeps: whole numbers, others, and lists of those, by name."""
+
+    def memory(self) -> dict[str, Any]:
+        """Return what to keep."""
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what `memory` returned."""
 
 
 def freeze_after(steps: int) -> Schedule:
@@ -206,6 +217,99 @@ class Every:
         return fragment if self.delay < self.h else 2 * fragment + turn % 2
 
 
+def every_seconds(seconds: float) -> EverySeconds:
+    """Exchange each time that about so many seconds of local steps have been taken, on islands of unequal speed.
+
+    Take it where `every` would let the fast islands wait for the slow ones. An island takes, up to its next exchange,
+
+        n = max(1, floor(seconds / s)) local steps,   s = the median of its own seconds a step
+
+        >>> import fn
+        >>> schedule, exchanges = fn.every_seconds(1.0), []
+        >>> for step in range(12):
+        ...     if schedule(step) == fn.Round(0, 0):
+        ...         schedule.plan(step + 1, 0.24)          # its median, measured or, under `fn.simulate`, given
+        ...         exchanges.append(step)
+        >>> exchanges
+        [1, 5, 9]
+
+    No clock decides in a step: `fn.adapters.torchft.optimizer` measures, and its islands agree on n in each exchange.
+    The first round, of which nothing is known, has two steps. A state dict holds n, so a resume is exact. Learning
+    rates follow `opt.progress`, which all islands have alike.
+
+    Args: seconds: of local steps from one exchange to the next.
+    Returns: an `EverySeconds`, whose `plan` is called behind each exchange.
+    Raises: ValueError unless seconds is finite and above 0; `fn.Optimizer` refuses it, for its ranks take steps alike.
+    """
+    return EverySeconds(seconds)
+
+
+FIRST_ROUND = 2
+"""Steps of a round before any step was timed: the first one is no measure of the others."""
+
+
+class _Ahead:
+    """What an `EverySeconds` remembers, no part of what it is: islands have other numbers and one schedule.
+
+    due: the step of the next exchange. begun: steps before the round. pace: seconds a step, 0 while it is not known.
+    progress: the mean over islands of the steps that entered exchanges.
+    """
+
+    due, begun, pace, progress = FIRST_ROUND - 1, 0, 0.0, 0.0
+
+
+class EverySeconds:
+    """The schedule of `every_seconds`. Args and Raises: as there."""
+
+    fragments = 1
+    phases = Phase.COMPRESSED, Phase.LOCAL
+
+    def __init__(self, seconds: float):
+        check_interval("seconds", seconds, "(0, inf)")
+        self.seconds = float(seconds)
+        self._ahead = _Ahead()
+
+    def __call__(self, step: int) -> Round:
+        """Return the round of a step."""
+        return Round(0, 0) if step >= self._ahead.due else Round()
+
+    @property
+    def pace(self) -> float:
+        """Return the seconds a step that the present round was planned with; 0: not known yet."""
+        return self._ahead.pace
+
+    @property
+    def begun(self) -> int:
+        """Return how many steps had been taken when the last difference was sent."""
+        return self._ahead.begun
+
+    @property
+    def progress(self) -> float:
+        """Return the mean over islands of the steps that have entered exchanges."""
+        return self._ahead.progress
+
+    def plan(self, steps: int, seconds: float = 0.0, *, entered: float | None = None, sent: bool = True) -> None:
+        """Say behind an exchange when the next one is.
+
+        Args: steps: taken so far. seconds: a step, on the slowest rank of the island; 0: as in the last round.
+            entered: the steps that entered the exchange, in the mean over islands; None: all since the last one.
+            sent: whether those of this island did; else they count in the next one.
+        """
+        ahead = self._ahead
+        ahead.pace = seconds or ahead.pace
+        ahead.progress += steps - ahead.begun if entered is None else entered
+        ahead.begun = steps if sent else ahead.begun
+        ahead.due = steps - 1 + (max(1, int(self.seconds / ahead.pace)) if ahead.pace else FIRST_ROUND)
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a state dict keeps of it."""
+        return {name: getattr(self._ahead, name) for name in ("due", "begun", "pace", "progress")}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from a `memory`."""
+        vars(self._ahead).update(memory)
+
+
 def periodic(period: int) -> Schedule:
     """Take one step in so many in the warm-up, which is exact, and those between in the compressed phase.
 
@@ -309,6 +413,15 @@ class FreezeWhenStable:
         ready = len(self.norms) > self.distance and step + 1 >= self.min_steps
         if ready and norm > 0 and min(norm, self.norms[0]) / max(norm, self.norms[0]) >= self.threshold:
             self.frozen_at = step + 1
+
+    def memory(self) -> dict[str, Any]:
+        """Return what a state dict keeps of it."""
+        return {"norms": self.norms, "frozen_at": -1 if self.frozen_at is None else self.frozen_at}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from a `memory`."""
+        self.norms, frozen_at = memory["norms"], memory["frozen_at"]
+        self.frozen_at = None if frozen_at < 0 else frozen_at
 
     def __call__(self, step: int) -> Phase:
         """Return the phase of a step. Warns, once, where many steps are asked for and no norm came in between."""

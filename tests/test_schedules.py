@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fn
-from fn import Phase
+from fn import Phase, tree
 from fn.collectives.agreement import describe
 
 
@@ -258,3 +260,68 @@ def test_a_freeze_is_for_good():
 def test_freeze_when_stable_refuses_arguments_out_of_range_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         fn.freeze_when_stable(**{name: value})
+
+
+def test_every_seconds_takes_the_steps_that_fit_and_at_least_one():
+    schedule, ends = fn.every_seconds(1.0), []
+    paces = iter([0.25, 0.0, 3.0, 0.3, 0.1])  # 0: not timed, so as before
+    for step in range(16):
+        if schedule(step) == fn.Round(0, 0):
+            schedule.plan(step + 1, next(paces))
+            ends.append(step)
+        else:
+            assert schedule(step) == fn.Round()
+    assert ends == [1, 5, 9, 10, 13]  # the first one, of which nothing is known, has two
+
+
+def test_progress_of_every_seconds_is_what_entered_exchanges():
+    schedule = fn.every_seconds(1.0)
+    schedule.plan(2, 0.25)
+    schedule.plan(6, entered=0.0, sent=False)  # dropped: its steps count in the next one
+    assert (schedule.progress, schedule.begun) == (2.0, 2)
+    schedule.plan(10, entered=6.5)
+    assert (schedule.progress, schedule.begun) == (8.5, 10)
+    assert describe(schedule) == describe(fn.every_seconds(1.0)) != describe(fn.every_seconds(2.0))
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan])
+def test_every_seconds_refuses_what_is_no_time(seconds):
+    with pytest.raises(ValueError, match=r"seconds: expected a number in \(0, inf\)"):
+        fn.every_seconds(seconds)
+
+
+def test_every_seconds_fits_islands_of_methods_with_rounds_only():
+    p = [torch.nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match="schedule: is EverySeconds, which does not fit this optimizer"):
+        fn.Optimizer(p, partial(fn.onebit_adam, axis="data"), schedule=fn.every_seconds(1.0))
+    with pytest.raises(ValueError, match=r"schedule: expected steps .* alike .* use fn\.adapters\.torchft\.optimizer"):
+        fn.Optimizer(p, partial(fn.diloco, axis="data"), schedule=fn.every_seconds(1.0))
+    with pytest.raises(ValueError, match=r"schedule: expected 2 fragments, as fn.outer has"):
+        fn.Optimizer(p, partial(fn.diloco, fragments=2, axis="data"), schedule=fn.every_seconds(1.0))
+
+
+def test_simulated_islands_take_unequal_steps_by_seconds_that_are_given():
+    tx, start = fn.local_sgd(0.5, axis="islands"), torch.ones(3)
+    params = start.repeat(2, 1)
+    state = fn.simulate(tx.init, "islands", 2)(params)
+    ends, states = [], []
+    for island, seconds in enumerate([0.25, 0.5]):
+        schedule, p, mine = fn.every_seconds(1.0), start, tree.map(lambda x, i=island: x[i], state)
+        schedule.plan(0, seconds)
+        for step in range(100):
+            updates, mine = tx.local_update(torch.full((3,), 0.5 + island), mine, p)
+            p = fn.apply_updates(p, updates)
+            if schedule(step) != fn.Round():
+                break
+        assert step + 1 == 1 / seconds
+        ends.append(p)
+        states.append(mine)
+    state, params = tree.map(lambda *xs: torch.stack(xs), *states), torch.stack(ends)
+
+    def exchange(state, params):
+        for part in (tx.exchange.difference, tx.exchange.mean, tx.exchange.outer):
+            params, state = part(0, state, params)
+        return params
+
+    agreed = fn.simulate(exchange, "islands", 2)(state, params)
+    assert torch.equal(agreed, params.mean(0).expand(2, 3))

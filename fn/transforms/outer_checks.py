@@ -41,8 +41,8 @@ def check_outer(
 def check_schedule(fragments: Any, schedule: Schedule) -> None:
     """Refuse an `fn.every` of another number of fragments, or one that begins an exchange before the last one ends."""
     counted = 1 if fragments is None else fragments  # how many a function makes depends on the params
-    if isinstance(schedule, Every) and isinstance(counted, int) and schedule.fragments != counted:
-        wanted, got = f"{counted} fragments, as fn.outer has", f"fn.every.fragments={schedule.fragments}"
+    if isinstance(counted, int) and (made := getattr(schedule, "fragments", counted)) != counted:
+        wanted, got = f"{counted} fragments, as fn.outer has", f"fn.every.fragments={made}"
         raise ValueError(expected("schedule", wanted, got, "give both the same number"))
     if isinstance(schedule, Every) and schedule.delay >= schedule.h:
         wanted = f"a delay of less than h={schedule.h}"

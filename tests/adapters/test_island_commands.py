@@ -29,21 +29,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_island_prints_the_line_that_it_runs(ran, capsys):
-    main(["island", "--lighthouse", "127.0.0.1:4000", "--ranks", "2", "train.py", "--steps", "a b"])
+    main(["island", "--lighthouse", "127.0.0.1:4000", "--ranks", "2", "--allow", "lr", "train.py", "--steps", "a b"])
     ((command, environment),) = ran
     assert command == [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "100", "train.py", "--steps", "a b"]
     there, interface = environment["TORCHFT_LIGHTHOUSE"], environment["GLOO_SOCKET_IFNAME"]
     assert (there, interface) == ("http://127.0.0.1:4000", "lo")
-    variables = f"TORCHFT_LIGHTHOUSE=http://127.0.0.1:4000 {STORE} RUST_LOG=error GLOO_SOCKET_IFNAME=lo"
+    own = "RUST_LOG=error FN_ISLAND_ALLOW=lr GLOO_SOCKET_IFNAME=lo"
+    variables = f"TORCHFT_LIGHTHOUSE=http://127.0.0.1:4000 {STORE} {own}"
     assert capsys.readouterr().out == f"{variables} {shlex.join(command)}\n"
 
 
 def test_the_lighthouse_prints_what_is_typed_elsewhere(ran, capsys, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name, path: f"/bin/{name}")
-    main(["lighthouse", "--port", "4000", "--islands", "2", "--wait", "1.5"])
+    main(["lighthouse", "--port", "4000", "--islands", "2", "--wait", "1.5", "--heartbeat", "2.5"])
     ((command, _),) = ran
     options = {"--bind": "[::]:4000", "--min_replicas": "2", "--join_timeout_ms": "1500"}
-    assert {**options, "--heartbeat_timeout_ms": "10000"} == dict(zip(command[1::2], command[2::2], strict=True))
+    assert {**options, "--heartbeat_timeout_ms": "2500"} == dict(zip(command[1::2], command[2::2], strict=True))
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("on each machine:  python -m fn island --lighthouse ")
     assert first.endswith(":4000 train.py")
@@ -98,7 +99,7 @@ def test_an_island_names_a_lighthouse_to_which_it_knows_no_way(ran, capsys, monk
 
 def test_connect_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
-    with pytest.raises(TypeError, match=r"schedule: expected fn.every\(h\), .* quorum_timeout that is longer"):
+    with pytest.raises(TypeError, match=r"schedule: expected fn.every\(h\) or fn.every_seconds.* quorum_timeout"):
         adapter.connect(fn.freeze_after(3))
     with pytest.raises(ValueError, match=r"lighthouse: expected host:port, but got ''; start one with python -m fn"):
         adapter.connect(fn.every(3))

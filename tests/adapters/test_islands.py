@@ -15,7 +15,7 @@ import fn
 import fn.adapters.torchft as adapter
 from fn import tree
 from fn.adapters.torchft import handing_over
-from fn.adapters.torchft.handing_over import become, check_made, made_of
+from fn.adapters.torchft.handing_over import become, check_made, given_to
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 
 H = 4
@@ -26,6 +26,10 @@ CODES = partial(fn.diloco, codec=fn.int8(), servers=False)
 def start(seed: int) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(5, 7), (7,), ()]]
+
+
+def made_of(opt: fn.Optimizer) -> dict[str, str]:
+    return handing_over.made_of(opt, given_to(opt))
 
 
 class NoManager:
@@ -141,3 +145,14 @@ def test_a_warm_up_step_needs_gradients_that_are_there():
     with pytest.raises(ValueError, match=r"step: expected gradients in p.grad, .* but got torch.amp.GradScaler"):
         opt.step()
     assert opt.steps == 0
+
+
+def test_an_island_goes_on_after_as_many_steps_as_it_had_left():
+    first, again = (
+        adapter.optimizer(start(0), CODES, NoManager(), schedule=fn.every_seconds(1.0), lr=0.02) for _ in range(2)
+    )
+    first.schedule.plan(7, 0.125, entered=5.5)
+    again.load_state_dict(first.state_dict())
+    assert [again.schedule(step) for step in range(16)] == [fn.Round()] * 14 + [fn.Round(0, 0)] * 2
+    assert again.progress == first.progress == 5.5
+    assert again.schedule.begun == 7

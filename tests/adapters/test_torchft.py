@@ -29,6 +29,7 @@ import fn
 from fn import tree
 from fn.adapters.optim.core import stage_exchange
 from fn.adapters.torchft.islands import weight_of
+from fn.adapters.torchft.pace import Goodput
 
 pytestmark = [
     pytest.mark.torchft,
@@ -45,7 +46,11 @@ CODES = partial(fn.diloco, codec=fn.int8(), servers=False)
 
 
 class Job(NamedTuple):
-    """What an island does. at: where it is killed, or its exchange fails. full: how many it waits to be in the end."""
+    """What an island does. at: where it is killed, or its exchange fails. full: how many it waits to be in the end.
+
+    pace: seconds of a step by the clock of its machine. stalls: the round in which a step takes 100 s more. rest:
+    seconds that it does rest in each step.
+    """
 
     number: int
     lighthouse: str
@@ -57,6 +62,10 @@ class Job(NamedTuple):
     fragments: int = 1
     start: int = 0
     delay: int = 0
+    pace: float = 0
+    stalls: int = -1
+    rest: float = 0
+    schedule: Any = None
     init_sync: bool = True
     least: int = LOST_IN + 2
 
@@ -69,6 +78,10 @@ class Told(NamedTuple):
     same: bool
     exchanges: list[tuple[int, int, bool, float]]
     steps: int
+    lengths: list[int]
+    progress: float
+    goodput: tuple[float, ...]
+    moved: list[bool]
 
 
 def start(seed: int) -> list[torch.nn.Parameter]:
@@ -99,7 +112,8 @@ def island(job: Job, end: Any) -> None:
     )  # fmt: skip
     params = start(job.number if job.init_sync else 0)
     tokens = None if job.tokens is None else (lambda: job.tokens)
-    schedule = fn.every(H, fragments=job.fragments, start=job.start, delay=job.delay)
+    schedule: Any = fn.every(H, fragments=job.fragments, start=job.start, delay=job.delay)
+    schedule = job.schedule or (fn.every_seconds(1.0) if job.pace else schedule)
     opt = adapter.optimizer(params, job.make, manager, schedule=schedule, lr=0.02, tokens=tokens)
     exchanges: list[tuple[int, int, bool, float]] = []
     ask, begin, began = manager.should_commit, manager.start_quorum, [0.0]
@@ -131,24 +145,37 @@ def island(job: Job, end: Any) -> None:
         return found
 
     anchors: dict[int, str] = {}
+    lengths, clock, moved = [0], [0.0], list[bool]()
     end.send_bytes(b"")
     end.recv_bytes()  # now all have their libraries
     with (
         mock.patch.object(manager, "should_commit", should_commit),
         mock.patch.object(manager, "start_quorum", start_quorum),
         mock.patch.object(adapter, "stage_exchange", staged),
+        mock.patch("fn.adapters.torchft.pace.now", lambda _: time.monotonic() if job.rest else clock[0]),  # noqa: PT008
     ):
         while True:
             full = [written and count == job.full for _, count, written, _ in exchanges[-2:]]
-            if full == [True, True] and manager.current_step() >= job.least and opt.steps % H == 0:
+            ended = lengths[-1] == 0 if job.pace or job.rest else opt.steps % H == 0
+            if full == [True, True] and manager.current_step() >= job.least and ended:
                 break
             here(opt.steps % H)
             fill(params, opt.steps, job.number)
+            stalls = job.stalls == manager.current_step() and lengths[-1] == 1
+            time.sleep(job.rest)
+            clock[0] += job.pace + 100 * stalls
+            kept = [x.clone() for x in tree.fields(opt.states, "anchor")[0]]
+            before, lengths[-1] = len(exchanges), lengths[-1] + 1
             opt.step()
+            lengths += [0] if len(exchanges) > before else []
             (anchor,) = tree.fields(opt.states, "anchor")
+            if stalls:
+                moved = [not all(map(torch.equal, xs, anchor)) for xs in (params, kept)]
             anchors[manager.current_step()] = digest(anchor)
     same = all(torch.equal(p, x) for p, x in zip(params, anchor, strict=True))
-    end.send_bytes(pickle.dumps(Told(anchors, [x.tolist() for x in anchor], same, exchanges, opt.steps)))
+    last, goodput = [x.tolist() for x in anchor], tuple(opt.goodput)
+    told = Told(anchors, last, same, exchanges, opt.steps, lengths[:-1], opt.progress, goodput, moved)
+    end.send_bytes(pickle.dumps(told))
     end.recv_bytes()  # the others may still talk to this one
     os._exit(0)
 
@@ -173,7 +200,7 @@ def check_alike(found: dict[int, Told], same: bool = True) -> None:
     last = {max(anchors) for anchors in every}
     assert len(last) == 1
     assert not same or all(told.same for told in found.values())
-    assert len({told.steps for told in found.values()}) == 1
+    assert len({told.progress for told in found.values()}) == 1
 
 
 POINTS = [*range(H), "quorum", "counted", "staged", "commit", "written"]
@@ -222,6 +249,45 @@ def test_an_island_that_returns_is_healed_and_agrees_with_the_others(method):
     assert all(len(told.anchors) >= 2 for told in found.values())
     assert min(found[1].anchors) > 1  # it began where the others were
     assert [told.exchanges[-1][1] for told in found.values()] == [3, 3, 3]
+
+
+def test_islands_of_unequal_speed_take_as_many_steps_as_each_can():
+    """Where an island is killed and returns, too; progress is the mean of what entered the exchanges."""
+    with Islands() as sea:
+        pace = (0.125, 0.25, 0.5)
+        sea.start({n: {"full": 3, "pace": pace[n], "least": 5, "at": "quorum" if n == 2 else None} for n in range(3)})
+        sea.lost(2)
+        sea.start({2: {"full": 3, "pace": pace[2], "least": 5}})
+        found = sea.end()
+    check_alike(found)
+    # A join may end with the first step; a round of two steps measures.
+    assert set(found[0].lengths[2:]) == {8}
+    assert set(found[1].lengths[2:]) == {4}
+    assert found[2].lengths[-1] == 2
+
+
+def test_an_island_that_is_late_takes_the_outer_step_and_its_difference_counts_in_the_next_round():
+    with Islands(least=3) as sea:
+        job = {"full": 3, "init_sync": False, "pace": 0.25, "least": 8}
+        sea.start({n: {**job, "stalls": 5 if n == 1 else -1} for n in range(3)})
+        found = sea.end()
+    check_alike(found, same=False)
+    late, other = found[1], found[0]
+    assert late.lengths.count(2) == other.lengths.count(2) + 1  # the first round, and the one that was cut short
+    assert max(other.lengths) == max(late.lengths) == 4
+    assert late.moved == [True, True]  # the anchor has moved, and the params are still apart from it
+    assert other.progress == pytest.approx(sum(told.steps for told in found.values()) / 3)  # nothing is lost
+
+
+@pytest.mark.parametrize(("schedule", "least", "most"), [(fn.every_seconds(1.0), 0.9, 1.0), (fn.every(20), 0.6, 0.72)])
+def test_an_island_at_half_the_speed_costs_less_where_steps_are_unequal(schedule, least, most):
+    """The only one with a clock: these are the figures that `every_seconds` is for."""
+    with Islands() as sea:
+        sea.start({n: {"full": 2, "schedule": schedule, "rest": (0.025, 0.05)[n], "least": 10} for n in range(2)})
+        found = sea.end()
+    goodput = Goodput(*found[0].goodput)
+    print(f"{type(schedule).__name__}: goodput {goodput}")
+    assert least <= goodput.share <= most
 
 
 TOKENS = (300, 100, 200)

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,16 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "island_run.py"
 ISLANDS, RANKS, EVERY = 3, 2, 10
 MINUTES = float(os.environ.get("ISLANDS_MINUTES", 1))
+
+
+SIGNALS = {
+    "SIGINT": [signal.SIGINT],
+    "SIGKILL": [signal.SIGKILL],
+    "SIGTERM": [signal.SIGTERM],
+    "SIGSTOP": [signal.SIGSTOP, signal.SIGCONT],
+}
+FAULTS = ["exception", "exception in a thread", "exception from a signal", "abort", "segmentation fault", "held GIL"]
+FAULTS += ["long sleep", "cut connections", "full disk", *SIGNALS, "lost machine"]
 
 
 class Run:
@@ -69,7 +80,8 @@ class Run:
 
     def light(self, *words: str) -> None:
         """Start a lighthouse."""
-        self.type("lighthouse", "lighthouse", "--port", str(self.port), "--wait", "20", *words)
+        fixed = ("--port", str(self.port), "--wait", "20", "--heartbeat", "3")
+        self.type("lighthouse", "lighthouse", *fixed, *words)
 
     def launch(self, island: int) -> None:
         """Start an island."""
@@ -83,6 +95,16 @@ class Run:
         for pid in [program.pid, *descendants(program.pid)]:
             kill(pid)
         program.wait()
+
+    def inject(self, fault: str, island: int, rank: int) -> None:
+        """Let a fault happen to a rank."""
+        if fault in SIGNALS:
+            pid = self.states()[island, rank]["pid"]
+            for number in SIGNALS[fault]:
+                kill(pid, number)
+                time.sleep(8 if number == signal.SIGSTOP else 0)
+        else:
+            (self.folder / f"fault-{island}-{rank}").write_text(fault)
 
     def read(self, name: str) -> Any:
         path = self.folder / name
@@ -119,9 +141,9 @@ class Run:
         return [self.read(name) for name in names]
 
 
-def kill(pid: int) -> None:
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
 
 
 def descendants(pid: int) -> list[int]:
@@ -134,25 +156,27 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
-def test_islands_that_are_killed_at_random_train_as_well_as_others(tmp_path):
-    draw, killed = random.Random(0), 0
+def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
+    """Each fault once, and more of them at random until `MINUTES` are over."""
+    draw, injected = random.Random(0), Counter[str]()
+    faults = draw.sample(FAULTS, len(FAULTS))
     with Run(tmp_path / "disturbed") as run:
         run.wait("the start", lambda: len(run.present()) == ISLANDS)
         until = time.monotonic() + 60 * MINUTES
-        while time.monotonic() < until:
-            time.sleep(draw.uniform(10, 60))
-            # Were they killed before all are back, most of the time fewer islands would train.
-            run.wait("the return of all", lambda: len(run.present()) == ISLANDS)
-            states, count = run.states(), 2 if draw.random() < 0.2 else 1  # one is left, and keeps what was trained
-            for island in draw.sample(range(ISLANDS), count):
-                run.forget(island)
-                if draw.random() < 0.3:  # the whole machine; somebody starts it again
-                    run.kill(island)
-                    run.launch(island)
-                else:
-                    kill(states[island, draw.randrange(RANKS)]["pid"])
-                killed += 1
-        run.wait("the return of all", lambda: len(run.present()) == ISLANDS)
+        while faults or time.monotonic() < until:
+            fault = faults.pop() if faults else draw.choice(FAULTS)
+            island, rank = draw.randrange(ISLANDS), draw.randrange(RANKS)
+            if fault == "lost machine":  # somebody starts it again
+                run.kill(island)
+                run.launch(island)
+            else:
+                run.inject(fault, island, rank)
+            injected[fault] += 1
+            before = max(state["steps"] for state in run.states().values())
+            began = time.monotonic()
+            # Were there more faults before all are back, most of the time fewer islands would train.
+            run.wait(fault, lambda: min(s["steps"] for s in run.states().values()) > before + 2 * EVERY)  # noqa: B023
+            print(f"{fault}: all are back after {time.monotonic() - began:.0f} s", flush=True)
         told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
     steps = told[0]["steps"]
     with Run(tmp_path / "undisturbed", ISLANDS) as run:
@@ -160,9 +184,24 @@ def test_islands_that_are_killed_at_random_train_as_well_as_others(tmp_path):
     for ends in (told, others):
         assert len({(end["steps"], end["anchor"]) for end in ends}) == 1
     disturbed, undisturbed = told[0]["loss"], others[0]["loss"]
-    print(f"{killed} kills in {steps} steps: loss {disturbed:.4f}, undisturbed {undisturbed:.4f}")
-    assert killed > 0
+    print(f"{injected.total()} faults in {steps} steps: loss {disturbed:.4f}, undisturbed {undisturbed:.4f}")
+    print("\n".join(f"goodput of {end['island']}: {end['goodput']}" for end in told))
+    assert injected.keys() == {*FAULTS}
     assert disturbed < 1.02 * undisturbed
+
+
+def test_a_kill_a_minute_leaves_most_of_the_steps(tmp_path):
+    with Run(tmp_path / "run") as run:
+        run.wait("the start", lambda: len(run.present()) == ISLANDS)
+        for number in range(max(2, int(MINUTES))):
+            time.sleep(60)
+            island = 1 + number % 2  # the first one sees all of it
+            run.inject("SIGKILL", island, number // 2 % RANKS)
+        time.sleep(60)
+        told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
+    print(f"a kill each 60 s: goodput {told[0]['goodput']}")
+    assert len({(end["steps"], end["anchor"]) for end in told}) == 1
+    assert told[0]["share"] >= 0.7
 
 
 def test_a_lighthouse_is_started_again(tmp_path):

@@ -53,6 +53,8 @@ class Job(NamedTuple):
     ranks: int = RANKS
     inside: str = "ddp"
     outer_lr: float = 0.7
+    lr: float = 0.02
+    allow: str = ""
     patience: float = 60
     start: int = 0
     delay: int = 0
@@ -67,6 +69,7 @@ class Told(NamedTuple):
     anchors: dict[int, str]
     params: dict[int, str]
     exchanges: list[tuple[int, int, bool]]
+    rate: float
 
 
 def rank_of_island(job: Job, end: Any) -> None:
@@ -77,6 +80,7 @@ def rank_of_island(job: Job, end: Any) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["FN_ISLAND_ALLOW"] = job.allow
     limit = timedelta(seconds=120)
     store = dist.TCPStore("localhost", job.port, is_master=False, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=dist.PrefixStore("inside", store), rank=job.rank, world_size=job.ranks)
@@ -100,7 +104,7 @@ def rank_of_island(job: Job, end: Any) -> None:
     make = owned if job.inside == "owned" else partial(fn.diloco, weight_decay=0.0)
     with fn.bind(init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("data",))):
         of_job = partial(make, outer_lr=job.outer_lr)
-        opt = adapter.optimizer(model.parameters(), of_job, manager, schedule=schedule, lr=0.02)
+        opt = adapter.optimizer(model.parameters(), of_job, manager, schedule=schedule, lr=job.lr)
     exchanges: list[tuple[int, int, bool]] = []
     ask, begin = manager.should_commit, manager.start_quorum
 
@@ -152,7 +156,7 @@ def rank_of_island(job: Job, end: Any) -> None:
             params[opt.steps] = digest(pieces([*model.parameters()]))
             (anchor,) = tree.fields(opt.states, "anchor")
             anchors[manager.current_step()] = digest(anchor)
-    end.send_bytes(pickle.dumps(Told(anchors, params, exchanges)))
+    end.send_bytes(pickle.dumps(Told(anchors, params, exchanges, opt.param_groups[0]["lr"])))
     end.recv_bytes()  # the others may still talk to this one
     os._exit(0)
 
@@ -256,6 +260,7 @@ def test_islands_warm_up_and_take_over_late_means(schedule, inside):
 
 REFUSED = {
     "settings": ({"outer_lr": 0.5}, "make: expected .*outer_lr to be 0.7, as on the other islands, but got 0.5"),
+    "rate": ({"lr": 0.5}, "make: expected lr of param group 0 to be 0.02, .* got 0.5; python -m fn island --allow lr"),
     "ranks": ({"ranks": 1}, "island: expected 2 ranks, as the others have, but got 1"),
 }
 
@@ -270,3 +275,11 @@ def test_an_island_that_is_made_otherwise_is_refused_and_the_other_goes_on(what)
         assert (island == 1) == isinstance(told, str)
         assert island == 0 or re.search(message, told)
     assert found[0, 0].exchanges[-1] == found[0, 1].exchanges[-1]
+
+
+def test_an_island_may_have_a_rate_of_its_own_where_that_is_allowed():
+    with Islands(least=2, join_ms=10_000) as sea:
+        sea.start({0: {"lr": 0.02}, 1: {"lr": 0.01}}, full=2, ranks=1, allow="lr")
+        found = sea.end()
+    assert [found[island, 0].rate for island in range(2)] == pytest.approx([0.02, 0.01])
+    assert len({told.anchors[max(told.anchors)] for told in found.values()}) == 1

@@ -91,6 +91,9 @@ class Optimizer(Core):
     ([-0.1, 0.1], 2, 1)
     """
 
+    plans = False
+    """Whether it says behind an exchange when the next one is, to a schedule that asks."""
+
     def __init__(
         self,
         params: Params,
@@ -167,6 +170,10 @@ class Optimizer(Core):
         transform = self.made([group], [rate])
         check_divided(transform, self.max_norm, group["params"])
         check_fits(transform, self.schedule)
+        if hasattr(self.schedule, "plan") and not self.plans:
+            cure = "use fn.adapters.torchft.optimizer, whose islands tell each other their seconds a step"
+            wanted = "steps that are alike on all ranks, as those of fn.every are"
+            raise ValueError(expected("schedule", wanted, type(self.schedule).__name__, cure))
         if problem := gradients.apart_in(transform, first_and_later(transform, self.schedule)):
             raise ValueError(problem)
         return Unit(transform, [group], [rate], self.made_of([group]))
@@ -304,6 +311,11 @@ class Optimizer(Core):
         Until a step was taken, a phase that needs a warm-up step before it is one, whatever the schedule says.
         """
         return self.next_phase.phase
+
+    @property
+    def progress(self) -> float:
+        """Return the steps so far, all islands alike: in rounds of unequal steps the mean of those that were sent."""
+        return float(getattr(self.schedule, "progress", self.steps))
 
     @property
     def skipped(self) -> int:

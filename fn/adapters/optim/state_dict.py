@@ -26,7 +26,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
 from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
-from fn.schedules import FreezeWhenStable
+from fn.schedules import Remembering
 
 Tree = Any
 
@@ -58,9 +58,9 @@ def flat_state(core: Core) -> dict[str, Tensor]:
     for path, x in tree.by_path(core.states, "state.").items():
         if path not in elsewhere:
             flat[path] = x.clone() if path in compared else x
-    if isinstance(core.schedule, FreezeWhenStable):
-        flat["schedule.norms"] = torch.tensor(core.schedule.norms, dtype=torch.float64, device="cpu")
-        flat["schedule.frozen_at"] = _int64(-1 if core.schedule.frozen_at is None else core.schedule.frozen_at)
+    if isinstance(core.schedule, Remembering):
+        for name, x in core.schedule.memory().items():
+            flat[f"schedule.{name}"] = _int64(x) if isinstance(x, int) else _float64(x)
     return flat
 
 
@@ -144,10 +144,8 @@ def restore(
                 new["lr"] = group["lr"].fill_(new["lr"])
             group.update(new)
         core.steps = int(mine["steps"])
-        if isinstance(core.schedule, FreezeWhenStable):
-            frozen_at = int(mine["schedule.frozen_at"])
-            core.schedule.norms = mine["schedule.norms"].tolist()
-            core.schedule.frozen_at = None if frozen_at < 0 else frozen_at
+        if isinstance(core.schedule, Remembering):
+            core.schedule.recall({name: mine[f"schedule.{name}"].tolist() for name in core.schedule.memory()})
     core.refused = ""
     core.staged.clear()
     core.updates.clear()
@@ -277,7 +275,7 @@ def check_fits(live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
             if path.endswith(".names"):
                 check_names(path, mine, x)
             continue
-        fits = x.ndim == 1 if path == "schedule.norms" else x.shape == mine.shape
+        fits = x.ndim == mine.ndim if path.startswith("schedule.") else x.shape == mine.shape
         if not fits or x.dtype != mine.dtype:
             hint = SPLIT if path.startswith("params.") else "; errors belong to the world size they were made for"
             theirs, ours = f"{x.dtype} {tuple(x.shape)}", f"{mine.dtype} {tuple(mine.shape)}"
@@ -296,7 +294,7 @@ def check_paths(live: Set[str], saved: Set[str], argument: str) -> None:
         hint = SPLIT if path.startswith(("groups.", "params.")) else ""
         if path.startswith("schedule."):
             what = "opt.state_dict() has it" if path in live else "leave it out"
-            hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
+            hint = f"; the schedules differ, only one has it; if that is meant, {what}"
         if re.search(r"\.ages\.\d+$", path):
             hint = "; moments are bias-corrected in one of the two only: make the optimizer as it was, or start anew"
         raise ValueError(f"{argument}: {path!r} is {'missing' if path in live else 'unexpected'}{hint}")
@@ -343,7 +341,7 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, x in {**group, **betas}.items():
         is_real = not x.ndim and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, numbers.Real)
         if is_real and not isinstance(x, bool) and getattr(x, "dtype", None) != torch.bool:
-            found[name] = torch.tensor(float(x), dtype=torch.float64, device="cpu")
+            found[name] = _float64(float(x))
     return found
 
 
@@ -373,6 +371,10 @@ def entries_of(core: Core, g: int, saved: Mapping[str, Tensor]) -> dict[str, Any
 
 def _int64(value: int) -> Tensor:
     return torch.tensor(value, dtype=torch.int64, device="cpu")
+
+
+def _float64(value: Any) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _with_role(core: Core, role: str) -> set[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from fn.adapters.torchft.connect import LIGHTHOUSE, PORT, address_of, address_towards
+from fn.adapters.torchft.handing_over import ALLOWED
 from fn.collectives.transports.tcp import interface_of
 
 ELSEWHERE = "192.0.2.1"
@@ -24,8 +25,8 @@ ELSEWHERE = "192.0.2.1"
 SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """A variable for torchrun. Without it, a restart meets in the store of the last start, and waits for ranks of that."""
 
-HEARTBEAT = 10
-"""Seconds of silence after which an island counts as lost: its machine may be busy."""
+HEARTBEAT = 10.0
+"""Seconds of silence after which an island counts as lost, if nothing else is said: its machine may be busy."""
 
 
 def add_lighthouse(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,8 @@ def add_lighthouse(parser: argparse.ArgumentParser) -> None:
         help="exchange only while at least so many are there (default: 1)")  # fmt: skip
     parser.add_argument("--wait", type=float, default=60.0, metavar="SECONDS",
         help="how long islands wait for one that is alive, but late (default: 60)")  # fmt: skip
+    parser.add_argument("--heartbeat", type=float, default=HEARTBEAT, metavar="SECONDS",
+        help=f"after how long a silence an island counts as lost (default: {HEARTBEAT:.0f})")  # fmt: skip
 
 
 def run_lighthouse(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
@@ -44,7 +47,8 @@ def run_lighthouse(parser: argparse.ArgumentParser, flags: argparse.Namespace) -
     if program is None:
         parser.error("torchft_lighthouse: expected an installed torchft, but got none; pip install torchft")
     command = [program, "--bind", f"[::]:{flags.port}", "--min_replicas", str(flags.islands)]
-    command += ["--join_timeout_ms", str(round(1000 * flags.wait)), "--heartbeat_timeout_ms", str(1000 * HEARTBEAT)]
+    command += ["--join_timeout_ms", str(round(1000 * flags.wait)), "--heartbeat_timeout_ms"]
+    command += [str(round(1000 * flags.heartbeat))]
     print(f"on each machine:  python -m fn island --lighthouse {_own_address()}:{flags.port} train.py")
     _become(command, _quiet())
 
@@ -55,6 +59,8 @@ def add_island(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lighthouse", metavar="HOST:PORT", default=os.environ.get(LIGHTHOUSE),
         help=f"where it is (default: what {LIGHTHOUSE} says, else this machine)")  # fmt: skip
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks of this island (default: its accelerators, or 1)")
+    parser.add_argument("--allow", choices=["lr"],
+        help="let this island have a learning rate of its own; give it to all islands")  # fmt: skip
     parser.add_argument("--restarts", type=int, default=100, metavar="N",
         help="how often it is started again (default: 100)")  # fmt: skip
     parser.add_argument("script", nargs=argparse.REMAINDER, help="a script that calls fn.adapters.torchft.connect")
@@ -73,6 +79,7 @@ def run_island(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         parser.error("torchft: expected an installed one, which islands need, but got none; pip install torchft")
     ranks = flags.ranks or max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
     variables = {LIGHTHOUSE: f"http://{host}:{port}", SHARED_STORE: "1", **_quiet()}
+    variables |= {ALLOWED: flags.allow} if flags.allow else {}
     # gloo takes the address of the machine's name, which is that of the loopback interface on many.
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own)) is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface

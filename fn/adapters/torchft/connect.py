@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fn.collectives.axis import ranks_around
 from fn.errors import expected
-from fn.schedules import Every, Schedule
+from fn.schedules import Every, EverySeconds, Schedule
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable of the environment in which torchft looks for the lighthouse's address."""
@@ -51,8 +51,8 @@ def connect(
     together behind `init_process_group`.
 
     Args:
-        schedule: `fn.every(h)`. A quorum waits for islands in the middle of a round: an hour, or two rounds of
-            `step_seconds` a step if that is longer.
+        schedule: `fn.every(h)` or `fn.every_seconds(t)`. A quorum waits for islands in the middle of a round: an hour,
+            or two rounds of `step_seconds` a step if that is longer.
         lighthouse: its host:port; None: what TORCHFT_LIGHTHOUSE says.
         host: under which the other islands reach this machine; None: its address on the way to the lighthouse.
         name: of the island, in logs; None: the machine's.
@@ -63,9 +63,9 @@ def connect(
         schedule whose rounds are not known; ConnectionError if there is no way to the lighthouse; what torchft raises
         if none answers.
     """
-    if not isinstance(schedule, Every):
+    if not isinstance(schedule, Every | EverySeconds):
         cure = "make torchft's Manager yourself, with a quorum_timeout that is longer than a round"
-        raise TypeError(expected("schedule", "fn.every(h), whose rounds are known", type(schedule).__name__, cure))
+        raise TypeError(expected("schedule", "fn.every(h) or fn.every_seconds(t)", type(schedule).__name__, cure))
     address = address_of(lighthouse or os.environ.get(LIGHTHOUSE) or "")
     if not dist.is_initialized() and ranks_around() > 1:
         got = f"one of {ranks_around()} processes without a process group"
@@ -79,7 +79,8 @@ def connect(
     place = [host, store.port if store is not None else 0]
     if size > 1:
         dist.broadcast_object_list(place, src=0)
-    seconds = max(3600.0, 2 * schedule.h / schedule.fragments * step_seconds)
+    round_seconds = step_seconds * (schedule.h / schedule.fragments if isinstance(schedule, Every) else 1)
+    seconds = max(3600.0, 2 * (round_seconds + getattr(schedule, "seconds", 0.0)))
     limit = timedelta(seconds=2 * patience)  # a rank may be as late as an exchange that fails
     manager = torchft.Manager(
         pg=pg or _gloo(timedelta(seconds=patience)),

@@ -8,6 +8,8 @@ island would go on from the moments of different ones, and drift apart in silenc
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from fn import roles, tree
 from fn.adapters.optim.core import device_of
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.state_dict import numbers_of
 from fn.collectives.agreement import describe, describe_numbers, gather_values
 from fn.errors import expected
 from fn.version import __version__
@@ -32,24 +35,48 @@ def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
     return {path: pieces([x])[0] for path, x in optimizer.state_dict().items()}
 
 
-def made_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return the settings that islands must share: version, method, schedule, and the shapes of the state."""
+ALLOWED = "FN_ISLAND_ALLOW"
+"""The variable of the environment by which `python -m fn island --allow lr` permits a rate of one's own."""
+
+RATE = "lr of param group "
+"""How the name of a group's rate begins in what islands compare."""
+
+
+def given_to(optimizer: Optimizer) -> dict[str, str]:
+    """Return the numbers of the param groups, by name, for people; a scheduler has not changed them yet."""
+    numbers = [(name, g, x) for g, group in enumerate(optimizer.param_groups) for name, x in numbers_of(group).items()]
+    return {f"{name} of param group {g}": f"{x.item():.9g}" for name, g, x in numbers}
+
+
+def made_of(optimizer: Optimizer, given: Mapping[str, str]) -> dict[str, str]:
+    """Return what islands must share: version, method, schedule, numbers that were given, and the state's shapes."""
     state = state_of(optimizer)
     layout = {f"the layout of {path}": f"{x.dtype} {tuple(x.shape)}" for path, x in state.items()}
-    return {"the version of fn": __version__, **describe((optimizer.make, optimizer.schedule)), **layout}
+    return {"the version of fn": __version__, **describe((optimizer.make, optimizer.schedule)), **given, **layout}
+
+
+def has_own_rate() -> bool:
+    """Return whether this island may have a learning rate of its own."""
+    return os.environ.get(ALLOWED) == "lr"
 
 
 def check_made(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
     """Refuse an island that was made otherwise than the others, with a ValueError that names what differs."""
-    for name in (n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)):
+    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    for name in differing if not has_own_rate() else [n for n in differing if not n.startswith(RATE)]:
         wanted = f"{name} to be {theirs.get(name, 'nothing')}, as on the other islands"
-        raise ValueError(expected("make", wanted, ours.get(name, "nothing")))
+        cure = "python -m fn island --allow lr permits it, on all islands" if name.startswith(RATE) else None
+        raise ValueError(expected("make", wanted, ours.get(name, "nothing"), *([cure] if cure else [])))
 
 
 @torch.no_grad()
 def become(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
-    """Become a copy of another island at its anchor, with nothing undelivered. Args: state: its state dict."""
-    optimizer.load_state_dict(state)
+    """Become a copy of another island at its anchor, with nothing undelivered; a rate of one's own stays.
+
+    Args: state: its state dict.
+    """
+    rates = {path: x for path, x in state_of(optimizer).items() if re.fullmatch(r"groups\.\d+\.lr", path)}
+    optimizer.load_state_dict({**state, **(rates if has_own_rate() else {})})
     for unit in optimizer.units:
         for x, mark in zip(tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state)), strict=True):
             if mark == roles.ERROR:
@@ -59,15 +86,17 @@ def become(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
             p.copy_(x)
 
 
-def takers_of(optimizer: Optimizer, axis: str, source: int, behind: Sequence[int], rank: int) -> list[int]:
+def takers_of(
+    optimizer: Optimizer, made: Mapping[str, str], axis: str, source: int, behind: Sequence[int], rank: int
+) -> list[int]:
     """Return the islands that get the state of `source` in this place: those behind whose numbers are others.
 
     Islands that start alike get nothing. All islands call it, with the axis bound.
 
-    Args: source, behind: numbers of islands. rank: this island's.
+    Args: made: what `made_of` returned. source, behind: numbers of islands. rank: this island's.
     Raises: ValueError on an island that is behind, if it was made otherwise than the source.
     """
-    made, device = made_of(optimizer), device_of(optimizer)
+    device = device_of(optimizer)
     numbers = describe_numbers(state_of(optimizer))
     told = gather_values([_digest(made), _digest(numbers)], axis, device)
     if len({of_made for of_made, _ in told}) > 1:

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from fn import roles, tree
-from fn.adapters.optim.core import Flight, Unit, device_of, stage_exchange
+from fn.adapters.optim.core import Flight, Unit, device_of, note_written, stage_exchange
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
-from fn.adapters.torchft.handing_over import become, hand_over, state_of, takers_of
+from fn.adapters.torchft.handing_over import become, given_to, hand_over, made_of, state_of, takers_of
+from fn.adapters.torchft.pace import LOOKS, Goodput, Pace, clock, goodput_of
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import ALONE, SIMULATED, Axis, Binding, bind, current_binding, ranks_around
@@ -39,7 +40,7 @@ from fn.collectives.primitives import all_gather, mean_in_place
 from fn.collectives.transports.registry import Transport, register
 from fn.errors import PeerLost, expected
 from fn.inplace.protocol import Staged
-from fn.schedules import Every, Schedule
+from fn.schedules import Every, EverySeconds, Schedule
 
 logger = logging.getLogger("fn")
 
@@ -53,6 +54,7 @@ def optimizer(
     tokens: Callable[[], float] | None = None,
     axis: str = "islands",
     inside: dist.ProcessGroup | None = None,
+    late: tuple[float, float, float] | None = (6.0, 5.0, 60.0),
     **more: Any,
 ) -> Optimizer:
     """Return an `fn.Optimizer` on one of the islands that torchft keeps track of.
@@ -82,13 +84,18 @@ def optimizer(
             servers=False, since errors must not depend on the number of islands.
         manager: torchft's Manager with use_async_quorum=False. Its quorum's time-out has to be longer than a round,
             as in torchft's own DiLoCo, and the lighthouse's join time-out longer than islands are apart.
-        schedule: alike on all islands: `fn.every(h)`. In a warm-up every step waits for a quorum, and its gradients are
-            averaged over the islands that are there. With a delay a mean travels while local steps go on.
+        schedule: alike on all islands: `fn.every(h)`, or `fn.every_seconds(t)`, by which a fast island takes more
+            steps up to the next exchange than a slow one. In a warm-up every step waits for a quorum, and its
+            gradients are averaged over the islands that are there. With a delay a mean travels while local steps go on.
         tokens: () -> how many tokens this rank has trained on since the last call; called once per exchange. A
             difference then counts by its island's tokens; those of a dropped exchange count in the next. None: all
             islands count alike.
         axis: the name that the islands get. inside: the ranks of this island; None: those of torch.distributed, or
             this process alone where that is not initialized. more: as for `fn.Optimizer`, such as lr.
+        late: (k, least, most): an island in the middle of its steps is late, once its round has lasted longer than
+            the median of its last 20 by k times their median absolute deviation, by at least `least` and at most `most`
+            seconds. It then takes the outer step with the others, who wait; its difference counts in the next round.
+            None: it takes all its steps first. Without effect where a schedule has a delay.
     Returns: the optimizer. Outside of exchanges it is alone on its axis, so a checkpoint is that of one rank.
     Raises: ValueError for a method that has no local steps, or has errors of servers; for one of
         several processes that cannot reach the others; from `step` for a manager with an asynchronous quorum or spares,
@@ -98,14 +105,17 @@ def optimizer(
     """
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
+    _check_late(late)
     ranks = Binding({_INSIDE: _ranks_of(inside)})
     with Binding({**current_binding().axes, axis: _axis(1, 0, ALONE)}):
         opt = Islands(params, partial(make, axis=axis), schedule=schedule, **more)
     _check(opt, axis)
+    opt.pace, opt.given, opt.late = Pace(device_of(opt)), given_to(opt), late
     opt.manager, opt.islands, opt.ranks, opt.tokens = manager, axis, ranks, tokens
     # What torchft itself sends to an island that is behind says no more than that it is.
     manager.register_state_dict_fn(f"fn.{axis}", opt.fall_behind, dict)
     opt.register_step_pre_hook(lambda _, args, kwargs: opt.before_step([*args[1:], *kwargs.values()]))
+    opt.register_step_post_hook(lambda *_: opt.after_step())
     return opt
 
 
@@ -118,6 +128,8 @@ class _Word(NamedTuple):
 
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
+    entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
+    `Pace.tell`.
     """
 
     speaks: float
@@ -126,6 +138,11 @@ class _Word(NamedTuple):
     behind: float
     joined: float
     warm: float
+    entering: float
+    pace: float
+    passed: float
+    waited: float
+    exchanged: float
 
 
 class _OtherRanks(ValueError):
@@ -140,9 +157,14 @@ class Islands(Optimizer):
     at the start. healed: whether the last quorum gave it one. averaged: whether it made the gradients those of a
     warm-up step. unsent: tokens of this rank to count. flying: a mean on its way, and its process group, kept apart
     from `flights`: who reads the states must not write what may still be dropped. greeted: the process group of torch
-    whose islands are known to have as many ranks.
+    whose islands are known to have as many ranks. pace: when the last local steps ended. seconds: a step took, on the
+    slowest rank; 0: not known. entered: the steps that entered the last exchange, in the mean over islands. given: the
+    numbers of the param groups at the start. late: as for `optimizer`. sent: steps when a difference was taken last;
+    sending: when the one that is on its way was. goodput: what all islands made of their time since this one began;
+    of_round: the same of the present exchange, until it is written. most: how many islands there were.
     """
 
+    plans = True
     manager: Any
     islands: str
     ranks: Binding
@@ -152,6 +174,12 @@ class Islands(Optimizer):
     unsent = 0.0
     flying: tuple[Flight, Any] | None = None
     greeted: Any = None
+    pace: Pace
+    seconds = entered = 0.0
+    given: dict[str, str]
+    late: tuple[float, float, float] | None
+    sent = sending = most = 0
+    goodput = of_round = Goodput()
 
     def fall_behind(self, saved: Any) -> None:
         """Hear from torchft that others wrote an exchange which this island did not."""
@@ -171,21 +199,52 @@ class Islands(Optimizer):
         while not self.averaged and (not self.joined or self.phase is Phase.WARMUP):
             came = self.take(trained=self.joined and not healed)  # gradients of other params say nothing
             self.joined, healed = self.joined or came, healed or self.healed
+            self.pace.began = clock()
+        if healed and isinstance(self.schedule, EverySeconds):
+            self.schedule.plan(self.steps, entered=self.entered)  # at the pace of the island that it is a copy of
         if healed and not self.averaged:
             self.zero_grad()
 
     def exchange(self, round_: Round) -> None:
         """Take the exchange of a round among the islands that are there, or drop it."""
-        if round_.begin is not None:
-            self.count()
-            self.take(trained=True, late=round_.end is None)
-        else:
+        if round_.begin is None:
             self.land(round_)
+            return
+        self.pace.step()
+        self.arrive(trained=True, late=round_.end is None)
+
+    def after_step(self) -> None:
+        """Note the end of a local step, and take the outer step with the others where this island is late."""
+        if self.pace.taken or self.now == Round():  # not behind an exchange, which has begun a round
+            self.pace.step()
+        pace, steps = self.pace, max(1, self.pace.before // LOOKS)
+        has_delay = getattr(self.schedule, "delay", 0) > 0
+        if self.late is None or not self.joined or has_delay or len(pace.arrivals) < 3:
+            return
+        if not pace.taken or pace.taken % steps:  # the same on all ranks of an island, which ask each other
+            return
+        if any(self.within(pace.is_late(*self.late))):
+            logger.warning("this island is late, and takes the outer step with the others in the middle of its round")
+            self.arrive(trained=False)
+
+    def arrive(self, *, trained: bool, late: bool = False) -> None:
+        """Take the exchange behind a local step, and begin another round. Args: as for `take`."""
+        self.count()
+        self.pace.arrive()
+        written = self.take(trained=trained, late=late)
+        self.pace.begin()
+        if isinstance(self.schedule, EverySeconds):  # also where the exchange was dropped
+            self.schedule.plan(self.steps, self.seconds, entered=self.entered, sent=written and trained)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
         super().load_state_dict(state_dict)
-        self.flying = None
+        self.flying, self.sent = None, getattr(self.schedule, "begun", self.steps)
+        self.pace.ends.clear()
+
+    def announce(self, number: int, steps: int) -> Callable[[], None]:
+        """Tell the other islands which exchange follows, and after how many steps if these are alike."""
+        return super().announce(number, 0 if isinstance(self.schedule, EverySeconds) else steps)
 
     def count(self) -> None:
         """Ask for the tokens of this rank since the last call."""
@@ -200,8 +259,9 @@ class Islands(Optimizer):
 
         Args: trained: whether this island has something to say. late: whether the mean is taken over some steps later.
         """
-        manager, staged, problem, came, self.healed = self.manager, None, None, False, False
+        manager, staged, problem, came, self.healed, self.entered = self.manager, None, None, False, False, 0.0
         group: Any = None
+        since = self.pace.told = clock()
         try:
             manager.start_quorum()  # calls `fall_behind`, if this island is
             group = self.group() if manager.errored() is None else None
@@ -213,7 +273,7 @@ class Islands(Optimizer):
         except Exception as error:  # told to the other ranks of this island, which would wait for this one
             problem = error
         try:
-            word = self.agreed(problem, trained)
+            word = self.agreed(problem, trained, since)
             if word is not None:
                 with self.among(group):
                     staged, late_there = self.stage(group, word)
@@ -234,7 +294,10 @@ class Islands(Optimizer):
             group.abort()
             self.drop(RuntimeError("another rank of this island lost it"))
         if not late:
-            return self.voted(staged if all_came else None, trained)
+            written = self.voted(staged if all_came else None, trained)
+            self.pace.end(written)
+            return written
+        self.pace.end(written=False)
         if all_came and staged is not None:
             staged.commit()
             self.flying = self.flights.pop(), group
@@ -266,12 +329,23 @@ class Islands(Optimizer):
     def voted(self, staged: Staged | None, trained: bool) -> bool:
         """Let the ranks of this island say that theirs has come, and write it if all have; return whether it was."""
         if not self.manager.should_commit():
+            self.entered = 0.0
             return False
         if staged is not None:
             staged.commit()
+            self.note()
         # Only here: tokens of an exchange that was dropped count in the next one.
         self.unsent = 0.0 if trained else self.unsent
+        self.sent = self.sending if trained else self.sent
         return True
+
+    def note(self) -> None:
+        """Log what the islands made of their time up to the exchange that is written."""
+        made, self.of_round = self.of_round, Goodput()
+        self.goodput = Goodput(*(x + y for x, y in zip(self.goodput, made, strict=True)))
+        if made.could and not int(self.ranks.axes[_INSIDE].rank):
+            text = "exchange %d between islands: goodput %s; since this island began %s"
+            logger.info(text, self.manager.current_step(), made, self.goodput)
 
     def group(self) -> Any:
         """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
@@ -322,19 +396,20 @@ class Islands(Optimizer):
             error.axis = _INSIDE  # whatever else the group is bound as
             raise
 
-    def agreed(self, problem: Exception | None, trained: bool) -> _Word | None:
+    def agreed(self, problem: Exception | None, trained: bool, since: float) -> _Word | None:
         """Return the message of this island; None if a rank of it is not in the quorum.
 
-        Args: problem: what this rank raises. trained: as for `take`.
+        Args: problem: what this rank raises. trained: as for `take`. since: when it began to wait for the others.
         Raises: `problem`; `PeerLost` if another rank of the island raises; ValueError for unequal steps.
         """
         errored = self.manager.errored()
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
-        told = self.within([self.steps, self.behind, self.unsent, problem is not None, text])
+        told = self.within([self.steps, self.behind, self.unsent, self.pace.seconds(), problem is not None, text])
         if problem is not None:
             raise problem
-        rank, fault_there = next(((r, row[4]) for r, row in enumerate(told) if row[4] is not None), (0, None))
+        self.seconds = max(row[3] for row in told)
+        rank, fault_there = next(((r, row[5]) for r, row in enumerate(told) if row[5] is not None), (0, None))
         if any(raised for *_, raised, _ in told):
             text = f"rank {rank} of this island left the exchange: {fault_there}"
             raise PeerLost(text, axis=_INSIDE, lost=(rank,))
@@ -346,7 +421,8 @@ class Islands(Optimizer):
             raise ValueError(expected("step", "as many steps on all ranks of an island", f"{counts}, by rank"))
         self.behind = any(row[1] for row in told)
         speaks, tokens = trained and not self.behind, sum(row[2] for row in told)
-        return _Word(speaks, tokens, self.steps, self.behind, self.joined, self.phase is Phase.WARMUP)
+        warm, entering, spent = self.phase is Phase.WARMUP, self.steps - self.sent, self.pace.tell(since)
+        return _Word(speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
         """Take an exchange up to where it is written; None if nobody has anything to say. The islands must be bound.
@@ -359,6 +435,8 @@ class Islands(Optimizer):
         if any(of.behind for of in words):
             self.heal(group, words, rank)
         current = [of for of in words if of.joined and not of.behind]
+        self.most = max(self.most, len(words))
+        self.of_round = goodput_of(words, self.most)
         if len({of.warm for of in current}) > 1:
             raise RuntimeError("some islands are in their warm-up, and others are not")
         tokens = [of.speaks * of.tokens for of in words]
@@ -366,17 +444,41 @@ class Islands(Optimizer):
         if current and current[0].warm:
             staged, late = self.average(weight_of(weights, rank) if weights[rank] else 0.0), False
         elif any(of.speaks for of in words):
-            # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
-            latest = int(max(of.steps for of in words if of.speaks))
-            self.steps = latest - 1  # the schedule is asked for the step that they have taken
-            round_, self.steps = self.next_phase, latest
-            assert isinstance(round_, Round)
+            round_: Any = Round(0, 0)
+            if isinstance(self.schedule, EverySeconds):
+                self.entered = sum(of.speaks * of.entering for of in words) / max(1, len(current))
+            else:
+                # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
+                latest = int(max(of.steps for of in words if of.speaks))
+                self.steps = latest - 1  # the schedule is asked for the step that they have taken
+                round_, self.steps = self.next_phase, latest
             staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None
+            if word.joined and not (word.behind or word.speaks):
+                staged = self.going_on(staged)
         else:
             return None, False
+        self.sending = self.steps
         if not late:
             self.meet()
         return staged, late
+
+    def going_on(self, staged: Staged) -> Staged:
+        """Return an exchange behind which the params are as far from the new anchor as they are from this one."""
+        pairs = [
+            pair
+            for unit in self.units
+            for pair in zip(tree.leaves(unit.params), tree.leaves(roles.find(unit.state, "copies")[0]), strict=True)
+        ]
+        apart = [p.detach() - anchor for p, anchor in pairs]
+
+        def commit() -> None:
+            staged.commit()
+            with self.writing():
+                for (p, anchor), x in zip(pairs, apart, strict=True):
+                    p.copy_(anchor + x)
+            note_written(self)
+
+        return Staged(True, commit)
 
     def average(self, weight: float) -> Staged:
         """Average the gradients of a warm-up step, up to where they are written; one that is missing counts as zero.
@@ -416,7 +518,7 @@ class Islands(Optimizer):
         source = max(current, key=lambda i: (words[i].steps, -i))
         failure, state, takers = None, state_of(self), list[int]()
         try:
-            takers = takers_of(self, self.islands, source, behind, rank)
+            takers = takers_of(self, made_of(self, self.given), self.islands, source, behind, rank)
             state = hand_over(state, group, rank, source, takers, device_of(self))
         except RuntimeError as error:
             failure = error
@@ -426,7 +528,7 @@ class Islands(Optimizer):
                 failure = RuntimeError("another rank of this island did not get the state")
             if failure is None and any(needed for _, needed in told):
                 become(self, state)
-                self.healed, self.unsent = True, 0.0
+                self.healed, self.unsent, self.sent = True, 0.0, self.steps
         if failure is not None:
             raise failure
         self.behind = False
@@ -478,6 +580,12 @@ def _ranks_of(inside: dist.ProcessGroup | None) -> Axis:
         cure = "call torch.distributed.init_process_group first"
         raise ValueError(expected("inside", "the process group of this island's ranks", got, cure))
     return _axis(1, 0, ALONE)
+
+
+def _check_late(late: Any) -> None:
+    """Refuse what is no (k, least, most) with a ValueError."""
+    if late is not None and not (len(late) == 3 and late[0] >= 0 and 0 <= late[1] <= late[2] < math.inf):
+        raise ValueError(expected("late", "(k, least, most), of at least 0 and in order, or None", f"{late}"))
 
 
 def _check_warmup(opt: Optimizer, arguments: Sequence[Any]) -> None:
