@@ -54,7 +54,7 @@ def train(way: str, data: str, seed: int, rounds: int = ROUNDS) -> float:
     text, held_out = read_standard_library()
     model = Transformer(layers=2, width=32, heads=2)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    tx = fn.diloco(LR, axis="islands", outer_momentum=0.6)
+    tx = fn.diloco(LR, axis="islands", outer_lr=0.7, outer_momentum=0.6)
     params = tree.map(lambda p: torch.stack([p, p]), start)
     state = fn.simulate(tx.init, "islands", 2)(params)
     halves = text.chunk(2) if data == "own" else (text, text)

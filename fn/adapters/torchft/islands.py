@@ -88,13 +88,13 @@ def optimizer(
             steps up to the next exchange than a slow one. In a warm-up every step waits for a quorum, and its
             gradients are averaged over the islands that are there. With a delay a mean travels while local steps go on.
         tokens: () -> how many tokens this rank has trained on since the last call; called once per exchange. A
-            difference then counts by its island's tokens; those of a dropped exchange count in the next. None: all
-            islands count alike.
+            difference then counts by its island's tokens; those of a dropped exchange count in the next. None: it
+            counts by its island's steps.
         axis: the name that the islands get. inside: the ranks of this island; None: those of torch.distributed, or
             this process alone where that is not initialized. more: as for `fn.Optimizer`, such as lr.
         late: (k, least, most): an island in the middle of its steps is late, once its round has lasted longer than
-            the median of its last 20 by k times their median absolute deviation, by at least `least` and at most `most`
-            seconds. It then takes the outer step with the others, who wait; its difference counts in the next round.
+            the median of its last 20 by k times their median absolute deviation, at least by the second number of
+            seconds and at most by the third. It then takes the outer step with the others, who wait; its difference counts in the next round.
             None: it takes all its steps first. Without effect where a schedule has a delay.
     Returns: the optimizer. Outside of exchanges it is alone on its axis, so a checkpoint is that of one rank.
     Raises: ValueError for a method that has no local steps, or has errors of servers; for one of
@@ -240,6 +240,8 @@ class Islands(Optimizer):
         """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
         super().load_state_dict(state_dict)
         self.flying, self.sent = None, getattr(self.schedule, "begun", self.steps)
+        while self.sent and self.schedule(self.sent - 1) == Round() and not hasattr(self.schedule, "begun"):
+            self.sent -= 1  # back to the last exchange
         self.pace.ends.clear()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
@@ -248,10 +250,10 @@ class Islands(Optimizer):
 
     def count(self) -> None:
         """Ask for the tokens of this rank since the last call."""
-        counted = 1.0 if self.tokens is None else float(self.tokens())
+        counted = 0.0 if self.tokens is None else float(self.tokens())
         if not 0 <= counted < math.inf:
             raise ValueError(expected("tokens", "to return a number of at least 0", f"{counted}"))
-        self.unsent = 1.0 if self.tokens is None else self.unsent + counted
+        self.unsent += counted
 
     @torch.no_grad()
     def take(self, *, trained: bool, late: bool = False) -> bool:
@@ -420,8 +422,10 @@ class Islands(Optimizer):
             counts = ", ".join(str(row[0]) for row in told)
             raise ValueError(expected("step", "as many steps on all ranks of an island", f"{counts}, by rank"))
         self.behind = any(row[1] for row in told)
-        speaks, tokens = trained and not self.behind, sum(row[2] for row in told)
+        speaks = trained and not self.behind
         warm, entering, spent = self.phase is Phase.WARMUP, self.steps - self.sent, self.pace.tell(since)
+        of_steps = 1.0 if warm else entering
+        tokens = of_steps if self.tokens is None else sum(row[2] for row in told)
         return _Word(speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
