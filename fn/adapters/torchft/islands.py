@@ -94,8 +94,8 @@ def optimizer(
             this process alone where that is not initialized. more: as for `fn.Optimizer`, such as lr.
         late: (k, least, most): an island in the middle of its steps is late, once its round has lasted longer than
             the median of its last 20 by k times their median absolute deviation, at least by the second number of
-            seconds and at most by the third. It then takes the outer step with the others, who wait; its difference counts in the next round.
-            None: it takes all its steps first. Without effect where a schedule has a delay.
+            seconds and at most by the third. It then takes the outer step with the others, who wait; its difference
+            counts in the next round. None: it takes all its steps first. Without effect where a schedule has a delay.
     Returns: the optimizer. Outside of exchanges it is alone on its axis, so a checkpoint is that of one rank.
     Raises: ValueError for a method that has no local steps, or has errors of servers; for one of
         several processes that cannot reach the others; from `step` for a manager with an asynchronous quorum or spares,
