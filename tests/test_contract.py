@@ -204,7 +204,7 @@ def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
         return ((params["x"] - center) ** 2).sum() / 2
 
     start = {"x": goal + 1.0}
-    found = train(optimizer, loss, start, [centers] * 200, world)
+    found = train(optimizer, loss, start, [centers] * 150, world)
     assert (found["x"] - goal).norm() < 0.25 * (start["x"] - goal).norm()
 
 
@@ -311,12 +311,14 @@ def test_compiled_in_one_graph_it_agrees_with_eager_and_is_never_compiled_again(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.reliability)])
 @in_time(QUICK[:1])
-def test_through_inductor_it_agrees_with_eager(optimizer, phase, graphs):
+def test_through_a_compiler_it_agrees_with_eager(optimizer, phase, backend, graphs):
+    """Through AOTAutograd here, which all of torch's compilers share: Inductor alone takes 25 s of a processor."""
     w = World(optimizer, dtype=torch.float64).warmed_up()
     inputs = (w.gradients(), w.state, w.params)
     expected = w.step_of(phase)(*inputs)
     with torch._dynamo.config.patch(specialize_float=True):  # else the trace is thrown away at the end and taken again
-        found = torch.compile(w.step_of(phase), fullgraph=True)(*inputs)
+        found = torch.compile(w.step_of(phase), fullgraph=True, backend=backend)(*inputs)
     for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

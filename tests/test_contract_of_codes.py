@@ -65,8 +65,8 @@ def test_it_finds_the_common_minimum_of_ranks_that_pull_apart(method: Named) -> 
     goal = centers.mean(0)
     w = World(method.make(lr, axis="data", weight_decay=0.0), {"matrix": goal + 1.0}, 3)
     schedule = fn.periodic(4)
-    for t in range(120):
-        lr.fill_(0.5 * (1 - t / 120))
+    for t in range(80):
+        lr.fill_(0.5 * (1 - t / 80))
         w.step(schedule(t), {"matrix": w.params["matrix"] - centers})
     assert (w.params["matrix"] - goal).square().mean() < 0.05
 

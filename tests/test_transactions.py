@@ -28,7 +28,7 @@ from fn.adapters.optim import core
 from fn.collectives.transports import failure_detection as peers
 from fn.collectives.transports.tcp import Connections
 
-SHAPES = [(6, 5), (7,), (), (0,), (300, 1000)]  # the last one is large enough for kernels and buffers of their own
+SHAPES = [(6, 5), (7,), (), (0,), (300, 500)]  # the last one is large enough for kernels and buffers of their own
 BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
 BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 

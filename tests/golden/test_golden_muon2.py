@@ -307,7 +307,7 @@ ROWS = {row["name"]: row for row in CASES if not (row["method"] == "normuon" and
 
 def worlds_of(row: dict[str, Any]) -> Sequence[int]:
     """Return on how many ranks a recording runs: one of a single rank also where more ranks have its gradient."""
-    return (1, 2, 3) if row["hyper"]["world"] == 1 else (row["hyper"]["world"],)
+    return (1, 3) if row["hyper"]["world"] == 1 else (row["hyper"]["world"],)
 
 
 def replay_all(names: Sequence[str]) -> dict[str, Any]:
