@@ -103,11 +103,17 @@ def test_save_state_and_load_state_continue_bit_for_bit_and_the_model_of_the_fil
         assert (alike, differing, of_file) == (True, [], True)
 
 
+@torch.no_grad()
+def loss_of(model: torch.nn.Module) -> float:
+    x, y = examples().dataset.tensors
+    return float((model(x) - y).square().mean())
+
+
 def local_sgd(kind: Any, **options: Any) -> tuple[list[torch.Tensor], float]:
     """A loop of accelerate's LocalSGD: ten steps, averages behind every fourth and at the end."""
     accelerator = new_accelerator()
     model = network()
-    loss_at_first = float((model(examples().dataset.tensors[0]) - examples().dataset.tensors[1]).square().mean())
+    loss_at_first = loss_of(model)
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, opt, loader = accelerator.prepare(model, opt, examples())
     with kind(accelerator=accelerator, model=model, local_sgd_steps=4, enabled=True, **options) as local:
@@ -117,8 +123,7 @@ def local_sgd(kind: Any, **options: Any) -> tuple[list[torch.Tensor], float]:
             opt.zero_grad()
             local.step()
     params = [p.detach().clone() for p in model.module.parameters()]
-    loss = float((model.module(examples().dataset.tensors[0]) - examples().dataset.tensors[1]).square().mean())
-    return params, loss / loss_at_first
+    return params, loss_of(model.module) / loss_at_first
 
 
 @two
