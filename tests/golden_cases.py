@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,14 @@ def recorded_form(state: Any, field: str, betas: Sequence[float] | None = None) 
     """Return the leaves of mu or nu as recorded."""
     weight = recorded_weight(state, int(field == "nu"), betas)
     return [x * weight for x in tree.fields(state, field)[0]]
+
+
+def recordings(folder: Path, *indices: str) -> list[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Return the rows of index files of a folder, each with its arrays, of files that are those that were recorded."""
+    rows = [row for index in indices for row in json.loads((folder / index).read_text())["cases"]]
+    for row in rows:
+        assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["sha256"]
+    return [(row, dict(np.load(folder / row["file"]))) for row in rows]
 
 
 class Case(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from golden_cases import recordings
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -73,11 +72,8 @@ class Case(NamedTuple):
 
 
 def load(folder: Path, *indices: str) -> list[Case]:
-    """Return the recordings that index files of a folder list, which are those that were recorded."""
-    rows = [row for index in indices for row in json.loads((folder / index).read_text())["cases"]]
-    for row in rows:
-        assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["sha256"]
-    return [Case(row, dict(np.load(folder / row["file"]))) for row in rows]
+    """Return the recordings that index files of a folder list."""
+    return [Case(*recording) for recording in recordings(folder, *indices)]
 
 
 def run(case: Case, made: Made, grads: list[Tensor]) -> Found:

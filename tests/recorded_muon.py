@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from golden_cases import recordings
 from torch import Tensor
 
 import fn
@@ -58,9 +57,7 @@ class Case(NamedTuple):
 def load(folder: Path, index: str) -> list[Case]:
     """Return the recordings that an index lists, each in the precision in which it ran."""
     found = []
-    for row in json.loads((folder / index).read_text())["cases"]:
-        assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["sha256"]
-        arrays = dict(np.load(folder / row["file"]))
+    for row, arrays in recordings(folder, index):
         if row["hyper"].get("precision") == "float64":  # its problem is written down in float32
             arrays = {name: x.astype(np.float64) for name, x in arrays.items()}
         found.append(Case(row, arrays))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from golden_cases import recorded_form
+from golden_cases import recorded_form, recordings
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -66,10 +64,7 @@ class Case(NamedTuple):
 
 
 def load(index: str, folder: Path = FOLDER) -> list[Case]:
-    rows = json.loads((folder / index).read_text())["cases"]
-    for row in rows:
-        assert hashlib.sha256((folder / row["file"]).read_bytes()).hexdigest() == row["sha256"]
-    return [Case(row, dict(np.load(folder / row["file"]))) for row in rows]
+    return [Case(*recording) for recording in recordings(folder, index)]
 
 
 def step_of(tx: fn.Transform, when: Phase | Round, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
@@ -179,3 +174,9 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
     for i in range(case.count):
         assert "p0.anchor" not in case.arrays or ended[i] == len(case.arrays[f"p{i}.anchor"]) > 1
     return max(worst)
+
+
+def replay_on_rank(method_of: Callable[[Case], Method], case: Case, rank: int) -> float:
+    """Replay a run on a rank of a real group; see `on_this_rank`."""
+    method, start = method_of(case), case.each("init")
+    return replay(case, method, step_of, method.tx.init(start), start, rank)

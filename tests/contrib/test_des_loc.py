@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks
 import torch
-from recorded_rounds import Case, Method, in_simulation, load, on_this_rank, replay, step_of
+from recorded_rounds import Case, Method, in_simulation, load, on_this_rank, replay, replay_on_rank
 from torch import Tensor
 
 import fn
@@ -71,12 +72,7 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     assert 0 < replay(case, method, *in_simulation(case, method.tx)) <= 1
 
 
-def replay_on_rank(case: Case, rank: int) -> float:
-    method, start = recorded(case), case.each("init")
-    return replay(case, method, step_of, method.tx.init(start), start, rank)
-
-
 @each_recorded
 def test_the_recorded_run_is_replayed_by_real_ranks(case: Case) -> None:
-    for found in ranks.run(case.world, on_this_rank, replay_on_rank, [case]):
+    for found in ranks.run(case.world, on_this_rank, partial(replay_on_rank, recorded), [case]):
         assert 0 < max(found) <= 1

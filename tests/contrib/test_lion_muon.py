@@ -9,12 +9,12 @@ import pytest
 import ranks
 import torch
 from golden_cases import recorded_form
-from muon_on_shards import beside_whole_matrices
+from muon_on_shards import beside_whole_matrices, take_the_steps_of_whole_matrices
 from recorded_muon import Case, each_of, labels, replayed
 from simulated import World, normal
 
 import fn
-from fn import Phase, tree
+from fn import Phase
 
 W, C = Phase.WARMUP, Phase.COMPRESSED
 
@@ -61,28 +61,7 @@ def test_bytes_between_are_a_bit_a_number() -> None:
 
 
 def test_on_shards_it_is_what_it_is_on_whole_matrices() -> None:
-    """And sends nothing between the steps of whole ones."""
-    whole, own = fn.contrib.lion_muon(0.1), fn.contrib.lion_muon(0.1, shards="shard")
-    params = [normal(6, 5), normal(4, seed=1)]
-    state, p = whole.init(params), params
-    rows = [x.view(2, -1, *x.shape[1:]) for x in params]
-    dims = tree.map(lambda x: 0, own.init(params))  # also of a momentum, of which each rank has rows
-    of_ranks = fn.simulate(own.init, "shard", 2, out_dims=dims)(rows)
-    for t in range(5):
-        phase, g = fn.periodic(3)(t), [normal(*x.shape, seed=t) for x in params]
-        updates, state = whole.update(phase)(g, state, p)
-        p = fn.apply_updates(p, updates)
-
-        def step(g: Any, s: Any, x: Any, phase: Phase = phase) -> Any:
-            u, s = own.update(phase)(g, s, x)
-            return fn.apply_updates(x, u), s
-
-        with fn.ledger() as book:
-            run = fn.simulate(step, "shard", 2, in_dims=(0, dims, 0), out_dims=(0, dims))
-            rows, of_ranks = run([x.view(2, -1, *x.shape[1:]) for x in g], of_ranks, rows)
-        assert bool(book.sent.get(("shard", "all_to_all"))) == (phase is W)
-        for x, y in zip(rows, p, strict=True):
-            torch.testing.assert_close(x.reshape(y.shape), y, rtol=1e-4, atol=1e-5)
+    take_the_steps_of_whole_matrices(fn.contrib.lion_muon(0.1), fn.contrib.lion_muon(0.1, shards="shard"))
 
 
 def on_shards() -> tuple[float, float, int, int]:

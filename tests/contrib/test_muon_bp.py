@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from muon_on_shards import beside_whole_matrices
+from muon_on_shards import beside_whole_matrices, take_the_steps_of_whole_matrices
 from recorded_muon import Case, each_of, replayed
 from simulated import normal, one_step, same
 
 import fn
-from fn import Phase, roles, tree
+from fn import Phase, roles
 
 W = Phase.WARMUP
 
@@ -32,28 +32,7 @@ def test_all_ranks_take_the_steps_of_all_blocks() -> None:
 
 
 def test_on_shards_it_is_what_it_is_on_whole_matrices() -> None:
-    """And sends nothing between the steps of whole ones."""
-    whole, own = fn.contrib.muon_bp(0.1, blocks=2), fn.contrib.muon_bp(0.1, shards="shard")
-    params = [normal(6, 5), normal(4, seed=1)]
-    state, p = whole.init(params), params
-    rows = [x.view(2, -1, *x.shape[1:]) for x in params]
-    dims = tree.map(lambda x: 0, own.init(params))  # also of a momentum, of which each rank has rows
-    of_ranks = fn.simulate(own.init, "shard", 2, out_dims=dims)(rows)
-    for t in range(5):
-        phase, g = fn.periodic(3)(t), [normal(*x.shape, seed=t) for x in params]
-        updates, state = whole.update(phase)(g, state, p)
-        p = fn.apply_updates(p, updates)
-
-        def step(g: Any, s: Any, x: Any, phase: Phase = phase) -> Any:
-            u, s = own.update(phase)(g, s, x)
-            return fn.apply_updates(x, u), s
-
-        with fn.ledger() as book:
-            run = fn.simulate(step, "shard", 2, in_dims=(0, dims, 0), out_dims=(0, dims))
-            rows, of_ranks = run([x.view(2, -1, *x.shape[1:]) for x in g], of_ranks, rows)
-        assert bool(book.sent.get(("shard", "all_to_all"))) == (phase is W)
-        for x, y in zip(rows, p, strict=True):
-            torch.testing.assert_close(x.reshape(y.shape), y, rtol=1e-4, atol=1e-5)
+    take_the_steps_of_whole_matrices(fn.contrib.muon_bp(0.1, blocks=2), fn.contrib.muon_bp(0.1, shards="shard"))
 
 
 def test_blocks_are_cut_from_whole_tensors() -> None:
