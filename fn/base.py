@@ -168,7 +168,7 @@ class UpdateFn(Protocol):
         check(state, read)          raises where a call would refuse the state. Kernels that take the step in place of
                                     the call have to ask it, or would take in silence what the call refuses. read
                                     moves a 0-d tensor to where the host can read its number
-        over(updates, state, params)    the step, written over the memory of the updates
+        takes_out                   whether the call takes out=updates, and then writes over their memory
         late(updates, state)        the step with the new state written later: see `fn.inplace.own_memory`
         is_fresh                    whether it keeps nothing of the updates that it returns
         mapped(f)                   the same step with f of each update inside of it

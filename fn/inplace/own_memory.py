@@ -6,8 +6,8 @@ ninth.
 
 A link of a chain takes memory for what it returns while what it was given is still held: behind an average of low rank
 a scale by shape, a decay and a rate are three times the params. What links return whose rules say is_fresh lies in
-memory that nobody else has, so that rules with `over` behind them, directly or in a partition, may write over it. So
-may Adam's direction over the mean of gradients. The numbers are the same.
+memory that nobody else has, so that rules behind them that say takes_out, directly or in a partition, may write over
+it. So may Adam's direction over the mean of gradients. The numbers are the same.
 Any other link may keep what it is given, in its state say: what has gone through one is written by nobody.
 
 A momentum is nearly as cheap to form as to copy. So where its new state is to be written over the old one, a rule with
@@ -84,10 +84,11 @@ def _unless_dropped(
 def _step(update: UpdateFn, memory: _Memory, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
     leaves = tree.leaves(updates)
     has_numbers = is_concrete(*leaves)
-    over, late = getattr(update, "over", None), getattr(update, "late", None)
+    rule: Any = update
+    late = getattr(rule, "late", None)
     # All of it was made in this step and is held by nobody else, so the rule may write its result into it.
-    if over is not None and leaves and has_numbers and all(x in memory.own for x in leaves):
-        out, after = over(updates, state, params)
+    if getattr(rule, "takes_out", False) and leaves and has_numbers and all(x in memory.own for x in leaves):
+        out, after = rule(updates, state, params, out=updates)
         memory.own.update((x, True) for x in tree.leaves(out))
         return out, after
     postponed = None

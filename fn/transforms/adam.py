@@ -29,7 +29,7 @@ from fn.transforms.skip_nonfinite import nan_unless_finite
 Tree = Any
 
 
-@says(name="scale_by_adam")
+@says(name="scale_by_adam", takes_out=True)
 class Adam(NamedTuple):
     """The rule of `scale_by_adam`, and of a warm-up step of `scale_by_onebit_adam`.
 
@@ -41,15 +41,7 @@ class Adam(NamedTuple):
     eps: float
     corrected: bool = True
 
-    def __call__(self, updates: Tree, state: Moments, params: Tree, /) -> tuple[Tree, Moments]:
-        """Return Adam's directions, and the next state."""
-        return self.applied(updates, state)
-
-    def over(self, updates: Tree, state: Moments, params: Tree) -> tuple[Tree, Moments]:
-        """Take the step in the memory of the updates."""
-        return self.applied(updates, state, out=updates)
-
-    def applied(self, updates: Tree, state: Moments, out: Tree | None = None) -> tuple[Tree, Moments]:
+    def __call__(self, updates: Tree, state: Moments, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Moments]:
         """Return Adam's directions, and the next state. out: as for `leafwise.apply`."""
         check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)

@@ -18,27 +18,19 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@says(name="add_decayed_weights", is_fresh=True, now=True)
+@says(name="add_decayed_weights", is_fresh=True, takes_out=True, now=True)
 class Decay(NamedTuple):
     """The rule u + weight_decay p."""
 
     weight_decay: float
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates with the decay added, and the state."""
-        return self.applied(updates, params), state
-
-    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Take the step in the memory of the updates."""
-        return self.applied(updates, params, out=updates), state
-
-    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
-        """Return the updates with the decay added. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
+        """Return the updates with the decay added, and the state. out: as for `leafwise.apply`."""
         if self.weight_decay == 0:
-            return updates
+            return updates, state
         check_params(params)
         tree.check_real(updates, "updates")
-        return apply(rules.decayed, (updates, params), self.weight_decay, out=out)
+        return apply(rules.decayed, (updates, params), self.weight_decay, out=out), state
 
 
 @says(name="add_decayed_weights", now=True)
@@ -55,24 +47,16 @@ class CautiousDecay(NamedTuple):
         return tree.map(lambda u, p: u + wd * torch.where(u * p >= 0, p, 0.0).to(u.dtype), updates, params), state
 
 
-@says(name="scale_by_learning_rate", is_fresh=True, now=True)
+@says(name="scale_by_learning_rate", is_fresh=True, takes_out=True, now=True)
 class Rate(NamedTuple):
     """The rule -lr u."""
 
     lr: float | Tensor
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates times -lr, and the state."""
-        return self.applied(updates), state
-
-    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Take the step in the memory of the updates."""
-        return self.applied(updates, out=updates), state
-
-    def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
-        """Return the updates times -lr. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
+        """Return the updates times -lr, and the state. out: as for `leafwise.apply`."""
         tree.check_real(updates, "updates")
-        return apply(rules.scaled, (updates,), -self.lr, out=out)
+        return apply(rules.scaled, (updates,), -self.lr, out=out), state
 
 
 def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transform:

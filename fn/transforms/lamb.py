@@ -57,32 +57,24 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
-@says(name="scale_by_trust_ratio", is_fresh=True, now=True)
+@says(name="scale_by_trust_ratio", is_fresh=True, takes_out=True, now=True)
 class TrustRatio(NamedTuple):
     """The rule of `scale_by_trust_ratio`."""
 
     min_coeff: float
     max_coeff: float
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates times their trust ratios, and the state."""
-        return self.applied(updates, params), state
-
-    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Take the step in the memory of the updates."""
-        return self.applied(updates, params, out=updates), state
-
-    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
-        """Return the updates times their trust ratios. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
+        """Return the updates times their trust ratios, and the state. out: as for `leafwise.apply`."""
         check_params(params)
         tree.check_real(updates, "updates")
         leaves, weights = tree.flatten_alike((updates, params))[0]
         # (S,), a number for each tensor
         ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), *self)
         if len({u.device for u in leaves}) < 2:
-            return apply(rules.scaled, (updates,), ratios, out=out)
+            return apply(rules.scaled, (updates,), ratios, out=out), state
         each = [ratio.to(u.device) for ratio, u in zip(ratios.unbind(), leaves, strict=True)]  # they are on the first's
-        return apply(rules.scaled, (updates,), each, out=out)
+        return apply(rules.scaled, (updates,), each, out=out), state
 
 
 def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Transform:

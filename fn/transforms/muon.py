@@ -145,7 +145,7 @@ def orthogonalize(
     return lift(init, rule)._replace(facts=Facts(whole=("orthogonalize",), batched=not flatten))
 
 
-@says(name="orthogonalize", is_fresh=True)
+@says(name="orthogonalize", is_fresh=True, takes_out=True)
 class NewtonSchulz(NamedTuple):
     """The rule of `orthogonalize`. triples: (a, b, c) of each iteration. Others: as for `scale_by_muon`."""
 
@@ -155,15 +155,10 @@ class NewtonSchulz(NamedTuple):
     dtype: torch.dtype | None
     flatten: bool
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates, made nearly orthogonal, and the state."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
+        """Return the updates, made nearly orthogonal, and the state. out: the updates, to write into them."""
         leaves, structure = tree.flatten(updates)
-        return tree.unflatten(structure, orthogonal(leaves, self)), state
-
-    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Take the step in the memory of the updates."""
-        leaves, structure = tree.flatten(updates)
-        return tree.unflatten(structure, orthogonal(leaves, self, in_place=True)), state
+        return tree.unflatten(structure, orthogonal(leaves, self, in_place=out is not None)), state
 
 
 def newton_schulz(
@@ -307,25 +302,20 @@ class NeuronNormState(NamedTuple):
     nu: Tree
 
 
-@says(name="scale_by_neuron_norm", is_fresh=True)
+@says(name="scale_by_neuron_norm", is_fresh=True, takes_out=True)
 class NeuronNorm(NamedTuple):
     """The rule of `scale_by_neuron_norm`, with its arguments."""
 
     b2: float
 
-    def __call__(self, updates: Tree, state: NeuronNormState, params: Tree, /) -> tuple[Tree, NeuronNormState]:
-        """Return the updates, their rows of equal length in the mean, and the next state."""
-        return self._moved(updates, state)
-
-    def over(self, updates: Tree, state: NeuronNormState, params: Tree) -> tuple[Tree, NeuronNormState]:
-        """Take the step in the memory of the updates."""
-        return self._moved(updates, state, in_place=True)
-
-    def _moved(self, updates: Tree, state: NeuronNormState, in_place: bool = False) -> tuple[Tree, NeuronNormState]:
+    def __call__(
+        self, updates: Tree, state: NeuronNormState, params: Tree, /, out: Tree | None = None
+    ) -> tuple[Tree, NeuronNormState]:
+        """Return the updates, their rows of equal length, and the next state. out: the updates, to write into them."""
         check_state(state, NeuronNormState)
         tree.check_real(updates, "updates")
         (leaves, old), structure = tree.flatten_alike([updates, state.nu])
-        results = [u if in_place or u.numel() else u.new_empty(u.shape) for u in leaves]
+        results = [u if out is not None or u.numel() else u.new_empty(u.shape) for u in leaves]
         after = [*old]
         for places in batches(leaves):
             us, nus = ([tensors[i] for i in places] for tensors in (leaves, old))
@@ -338,7 +328,7 @@ class NeuronNorm(NamedTuple):
             lengths = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (u, y)]
             y = y * (lengths[0] / lengths[1].clamp(min=TINY))
             for i, u_i, nu_i in zip(places, apart(y.to(us[0].dtype), us), apart(nu, nus), strict=True):
-                results[i] = results[i].copy_(u_i) if in_place else u_i
+                results[i] = u_i if out is None else results[i].copy_(u_i)
                 after[i] = nu_i
         return tree.unflatten(structure, results), NeuronNormState(tree.unflatten(structure, after))
 

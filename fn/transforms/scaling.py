@@ -20,20 +20,12 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@says(name="scale_by_shape", is_fresh=True)
+@says(name="scale_by_shape", is_fresh=True, takes_out=True)
 class ByShape(NamedTuple):
     """The rule of `scale_by_shape`."""
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the scaled updates, and the state."""
-        return self.applied(updates), state
-
-    def over(self, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Take the step in the memory of the updates."""
-        return self.applied(updates, out=updates), state
-
-    def applied(self, updates: Tree, out: Tree | None = None) -> Tree:
-        """Return the scaled updates. out: the updates themselves, to write into them."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
+        """Return the scaled updates, and the state. out: the updates themselves, to write into them."""
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
         alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host
@@ -45,7 +37,7 @@ class ByShape(NamedTuple):
             scaled = elementwise(rules.scaled, (some,), factor, out=None if out is None else [some])
             for i, x in zip(places, scaled, strict=True):
                 leaves[i] = x
-        return tree.unflatten(structure, leaves)
+        return tree.unflatten(structure, leaves), state
 
 
 def scale(x: float | Tensor) -> Transform:
