@@ -33,7 +33,8 @@ def weighed(make: Any, tokens: tuple[float, float]) -> tuple[list[Any], list[Any
     generator = torch.Generator().manual_seed(7)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(5, 7), (7,), ()]]
     with fn.bind({"data": dist.group.WORLD}):
-        opt = fn.Optimizer(params, partial(make, axis="data"), schedule=lambda step: Round(), lr=0.02)
+        nesterov = partial(make, axis="data", outer_momentum=0.9)
+        opt = fn.Optimizer(params, nesterov, schedule=lambda step: Round(), lr=0.02)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(H):
         for p in params:
