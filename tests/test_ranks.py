@@ -176,7 +176,8 @@ ADAPTED = (*((*case, 1) for case in PURE), *((name, torch.float32, 2) for name i
 @each_optimizer
 def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype):
     """Exact averaging rounds in another order, so the whole is compared to rounding; the phases in codes are above."""
-    outcomes = [found[optimizer.name, dtype] for found in answers(world, pure, PURE)]
+    asked = PURE if world == 2 else tuple(case for case in PURE if case[1] == torch.float32)
+    outcomes = [found[optimizer.name, dtype] for found in answers(world, pure, asked)]
     expected = simulated(optimizer.name, world, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for r, (params, _) in enumerate(outcomes):

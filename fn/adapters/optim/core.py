@@ -595,7 +595,5 @@ def leaves(trees: list[Tree]) -> list[Tensor]:
 
 def with_leaves(trees: list[Tree], new: dict[int, Tensor]) -> list[Tree]:
     """Return trees with other leaves at some places. Args: new: by their places among `leaves`."""
-    if not new:
-        return trees
     flat = iter([new.get(i, x) for i, x in enumerate(leaves(trees))])
     return [tree.map(lambda _: next(flat), each_tree) for each_tree in trees]

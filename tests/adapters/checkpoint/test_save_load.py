@@ -272,9 +272,9 @@ def said_while_loading(folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.slow
 def test_what_8_bits_round_off_is_said(tmp_path_factory):
-    folder = str(tmp_path_factory.getbasetemp() / "said")
-    saved(folder, 2)
-    (texts,) = ranks.run(1, said_while_loading, f"{folder}/2")
+    folder = str(tmp_path_factory.getbasetemp() / "other world")
+    saved(folder, 3)
+    (texts,) = ranks.run(1, said_while_loading, f"{folder}/3")
     said = {name for name in MAKES if any("up to one step of their codes is lost" in text for text in texts[name])}
     assert said == {*ALIGN}
 
