@@ -14,11 +14,6 @@ import torch
 
 import fn
 
-pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from torch.testing._internal import common_optimizers as suite
-
-ADAMW = next(info for info in suite.optim_db if info.optim_cls is torch.optim.AdamW)
-
 
 class AdamW(fn.Optimizer):
     """`fn.adamw` with torch's arguments."""
@@ -70,7 +65,12 @@ def descend(net: torch.nn.Module, opt: torch.optim.Optimizer, steps: int, schedu
 
 @each_kind
 def test_it_goes_in_the_right_direction_with_every_scheduler(kind):
-    for schedulers in [(), *ADAMW.scheduler_inputs]:
+    pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
+    # Not at the top: it takes 2 s, in every process that collects tests.
+    from torch.testing._internal.common_optimizers import optim_db
+
+    adamw = next(info for info in optim_db if info.optim_cls is torch.optim.AdamW)
+    for schedulers in [(), *adamw.scheduler_inputs]:
         net = model()
         opt = kind(net.parameters(), lr=0.02)
         losses = descend(net, opt, 60, [make(opt) for make in schedulers])
