@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks import against, first_hour
-from benchmarks.atlas import choices, max_step, same_loss
+from benchmarks.atlas import as_it_comes, choices, late, lost, max_step, same_loss
 from benchmarks.atlas import rounds as outer_steps
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas import summary as atlas_summary
@@ -39,7 +39,7 @@ from benchmarks.steps import convergence, kernels, muon, ranks_step, sharded, st
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = (HERE / "README.md", ROOT / "docs" / "choosing.md")
+PAGES = (HERE / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "late.md")
 
 NOT_YET = "not measured yet"
 
@@ -61,7 +61,7 @@ class Measurement(NamedTuple):
 OPTIMIZERS = "adamw,onebit_adam,onebit_adam_int8,loco_adamw,zero_one_adam"
 FSDP = "fsdp2,identity,qgz,loco"
 TRAIN_LESS = "--layers 1 --width 32 --steps 12"
-STEPS, LINKS = "-m benchmarks.steps.", "-m benchmarks.links."
+STEPS, LINKS, ATLAS = "-m benchmarks.steps.", "-m benchmarks.links.", "-m benchmarks.atlas."
 MEASUREMENTS: Mapping[str, Measurement] = {
     "first_hour": Measurement(
         "-m benchmarks.first_hour", first_hour.table, "--only muon lion_vote --tasks 'moved digits' --seeds 2"
@@ -115,10 +115,10 @@ def measured(name: str) -> str:
     return f"{described(found['about'])}\n\n{MEASUREMENTS[name].table(found)}"
 
 
-def of_file(name: str, table: Callable[[dict[str, Any]], str]) -> str:
+def of_file(name: str, table: Callable[[dict[str, Any]], str], folder: str = LINKS) -> str:
     """Return a table of a result that has a command of its own."""
     found = result(name)
-    return f"{NOT_YET}: `python {LINKS}{name}`" if found is None else table(found)
+    return f"{NOT_YET}: `python {folder}{name}`" if found is None else table(found)
 
 
 def headline() -> str:
@@ -135,6 +135,9 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
     yield "rounds", partial(outer_steps.table, atlas.read(RESULTS / "rounds.json"))
+    yield "as_it_comes", partial(of_file, "as_it_comes", lambda found: as_it_comes.table(found["rows"]), ATLAS)
+    yield "lost", partial(of_file, "lost", lambda found: f"{described(found['about'])}\n\n{lost.table(found)}", ATLAS)
+    yield "late_losses", late.report
     yield "max_step", partial(max_step.table, json.loads((RESULTS / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)

@@ -9,18 +9,23 @@ not taken again, so the script may be stopped and started; `--show` takes none a
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import fn
+from benchmarks import late as speed
 from benchmarks.atlas import runs as atlas
+from benchmarks.atlas import same_loss
 from benchmarks.atlas.methods import METHODS, Method, muon
 from benchmarks.atlas.paired import difference
-from benchmarks.atlas.summary import Row, by_seed, chosen_rate, runs
+from benchmarks.atlas.same_loss import STEPS
+from benchmarks.atlas.summary import BASE, MAIN, Row, by_seed, chosen_rate, runs
 from benchmarks.atlas.tasks import TASKS
 from benchmarks.atlas.train import Run
-from benchmarks.measure import markdown
+from benchmarks.measure import ROOT, markdown
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 SEEDS = (21, 22, 23, 24, 25)
 WAYS = {"late": 1.0, "late, c = 0": 0.0}
@@ -31,6 +36,9 @@ def directions(lr: Any, axis: str) -> fn.Transform:
     """Return the atlas's Muon as it is, whose exact mean travels."""
     return muon(lr, axis, owned=False)
 
+
+SPEEDS = {"muon": "muon, int8"}
+"""Method -> the one whose steps were timed, where it is another one."""
 
 STARTS = {"adamw": 0, "adamw, int4": 10, "onebit_adam": 80, "muon": 0, "sign_muon": 0}
 """Method of the atlas -> steps of the warm-up, as it has in time at 400 steps; none where that is exact anyway."""
@@ -88,5 +96,48 @@ def table(rows: list[Row]) -> str:
     return markdown("| task | method | seeds | in time | late, c = 1 | late, c = 0 |", lines)
 
 
+def times(rows: list[Row], curves: list[Row], points: dict[str, Any]) -> str:
+    """Return how long a late method takes to AdamW's loss, as a part of DDP's time, on two links.
+
+    Steps to AdamW's loss are of whole runs, as in `same_loss`; seconds of a late step are `benchmarks.late`'s. DDP's
+    step is computed: its message begins behind a third of the computation, which is the forward pass.
+
+    Args: rows: of this script. curves: of `same_loss`, with AdamW's runs of all lengths. points: of `benchmarks.late`.
+    """
+    measured = {(row["method"], row["rate"]): row for row in speed.table(points)}
+    base = runs(curves, task=MAIN, method=BASE)
+    lines = []
+    for name in STARTS:
+        own = runs(rows, task=MAIN, method=f"{name}, late")
+        try:
+            values = same_loss.ratios([*base, *own], f"{name}, late")
+        except ValueError:  # a loss below that of AdamW's longest run, of twice as many steps
+            values = [STEPS / max(same_loss.LENGTHS)] * len(own)
+            text, steps = f"below {values[0]:.2f}", (values[0],) * 3
+        else:
+            if len(values) < 2:
+                continue
+            steps = same_loss.interval(values)
+            text = "{:.2f} ({:.2f} – {:.2f})".format(*steps)
+        cells = [name, str(len(values)), text]
+        for rate in speed.RATES:
+            row, exact = (measured.get((method, rate)) for method in (SPEEDS.get(name, name), BASE))
+            if row is None or exact is None:
+                continue
+            ddp = speed.WAIT / 3 + max(speed.WAIT * 2 / 3, exact["alone"] - exact["local"]) + exact["local"]
+            parts = (f"{x * row['late'] / ddp:.2f}" for x in steps)
+            cells.append(("below {}" if text.startswith("below") else "{} ({} – {})").format(*parts))
+        lines.append(cells)
+    head = ["late", "seeds", "its steps / AdamW's to the same loss", *(f"its time / DDP's, {r}" for r in speed.RATES)]
+    return markdown(" | ".join(head), lines)
+
+
+def report() -> str:
+    """Return both tables of docs/late.md from the committed runs."""
+    rows, curves = (atlas.read(RESULTS / f"{name}.json") for name in ("late_losses", "same_loss"))
+    points = json.loads((RESULTS / "late.json").read_text())["wait"]
+    return f"{table(rows)}\n\n{times(rows, curves, points)}"
+
+
 if __name__ == "__main__":
-    print(table(atlas.fill(__doc__ or "", Path("benchmarks/results/late_losses.json"), wanted())))
+    print(table(atlas.fill(__doc__ or "", RESULTS / "late_losses.json", wanted())))
