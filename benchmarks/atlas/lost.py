@@ -112,9 +112,9 @@ def main() -> None:
         while not args.show and (wanted := list(missing(rows))):
             for run in wanted:
                 rows.append(train(run, digits(), METHODS[run.method]))
+                lines = ",\n".join(map(json.dumps, rows))
+                args.json.write_text(f'{{"about": {json.dumps(about())},\n"rows": [\n{lines}\n]}}\n')
                 bar.update()
-            lines = ",\n".join(map(json.dumps, rows))
-            args.json.write_text(f'{{"about": {json.dumps(about())},\n"rows": [\n{lines}\n]}}\n')
     print(table({"rows": rows}))
 
 
