@@ -26,8 +26,9 @@ def execute(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     begin = time.perf_counter()
     NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(HERE.parent)}}
-    ).execute()
+        notebook, timeout=240, kernel_name="python3", coalesce_streams=True,
+        resources={"metadata": {"path": str(HERE.parent)}},
+    ).execute()  # fmt: skip
     for place, cell in enumerate(notebook.cells):
         cell.id = f"cell-{place}"
         cell.metadata = {}

@@ -87,8 +87,10 @@ def table(rows: list[Row]) -> str:
             own = by_seed(runs(rows, task=task, method=name), "loss")
             cells = []
             for way in WAYS:
-                gap = difference(by_seed(runs(rows, task=task, method=f"{name}, {way}"), "loss"), own)
-                cells.append("" if gap is None else gap.bold())
+                late = by_seed(runs(rows, task=task, method=f"{name}, {way}"), "loss")
+                gaps = [late[seed] - own[seed] for seed in late if seed in own]
+                gap = difference(late, own)
+                cells.append(gap.bold() if gap else f"{gaps[0]:+.3f} (one seed)" if gaps else "")
             if any(cells):
                 paired = {row["seed"] for row in runs(rows, task=task, method=f"{name}, late")} & own.keys()
                 mean = sum(own[seed] for seed in paired) / max(1, len(paired))
@@ -111,22 +113,22 @@ def times(rows: list[Row], curves: list[Row], points: dict[str, Any]) -> str:
         own = runs(rows, task=MAIN, method=f"{name}, late")
         try:
             values = same_loss.ratios([*base, *own], f"{name}, late")
+            steps = same_loss.interval(values) if len(values) > 1 else tuple(values)
         except ValueError:  # a loss below that of AdamW's longest run, of twice as many steps
-            values = [STEPS / max(same_loss.LENGTHS)] * len(own)
-            text, steps = f"below {values[0]:.2f}", (values[0],) * 3
+            values = own
+            steps = (STEPS / max(same_loss.LENGTHS),)
+            spell = "below {:.2f}"
         else:
-            if len(values) < 2:
-                continue
-            steps = same_loss.interval(values)
-            text = "{:.2f} ({:.2f} – {:.2f})".format(*steps)
-        cells = [name, str(len(values)), text]
+            spell = "{:.2f} ({:.2f} – {:.2f})" if len(values) > 1 else "{:.2f}"
+        if not values:
+            continue
+        cells = [name, str(len(values)), spell.format(*steps)]
         for rate in speed.RATES:
             row, exact = (measured.get((method, rate)) for method in (SPEEDS.get(name, name), BASE))
             if row is None or exact is None:
                 continue
             ddp = speed.WAIT / 3 + max(speed.WAIT * 2 / 3, exact["alone"] - exact["local"]) + exact["local"]
-            parts = (f"{x * row['late'] / ddp:.2f}" for x in steps)
-            cells.append(("below {}" if text.startswith("below") else "{} ({} – {})").format(*parts))
+            cells.append(spell.format(*(x * row["late"] / ddp for x in steps)))
         lines.append(cells)
     head = ["late", "seeds", "its steps / AdamW's to the same loss", *(f"its time / DDP's, {r}" for r in speed.RATES)]
     return markdown(" | ".join(head), lines)
