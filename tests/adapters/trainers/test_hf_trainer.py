@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not HERE, reason="transformers is not installed"
 case = Cases(2)
 STEPS, SAVED = 6, 3
 METHODS: dict[str, dict[str, Any]] = {
-    "muloco": {"make": fn.muloco, "lr": 0.02, "schedule": fn.every(2), "codec": fn.int8()},
+    "muloco": {"make": fn.muloco, "lr": 0.02, "schedule": fn.every(2), "rounds": 3, "codec": fn.int8()},
     "muon": {"make": fn.muon, "lr": 0.02},
 }
 
