@@ -28,7 +28,7 @@ help:
 	@echo "make reliability-test   kills, damaged files, drift, long runs, notebooks, scripts; figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "make trainers-test    transformers' Trainer, accelerate and Lightning with optimizers of fn, on two ranks"
-	@echo "make torchft-test     islands that are killed and return, at random for $(MINUTES) minutes, in an environment of their own"
+	@echo "make torchft-test     islands with every fault once, and at random for $(MINUTES) minutes, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)  MINUTES=$(MINUTES)"
 
 demo: .venv/.demo

@@ -1,7 +1,7 @@
-"""Three islands of two ranks train the demo's model while they are killed at random and return.
+"""Three islands of two ranks train the demo's model while faults of all kinds happen to them.
 
-`make torchft-test` runs it for a minute, `make torchft-test MINUTES=10` for ten. Islands are started as a user does:
-`python -m fn lighthouse`, and `python -m fn island` for each.
+`make torchft-test` injects each fault once, `make torchft-test MINUTES=10` mixes them for ten minutes. Islands are
+started as a user does: `python -m fn lighthouse`, and `python -m fn island` for each.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import LIMIT
+from scripts.faults import FAULTS
 
 pytestmark = [
     pytest.mark.torchft,
@@ -33,17 +34,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "island_run.py"
 ISLANDS, RANKS, EVERY = 3, 2, 10
+LOST_MACHINE = "lost machine"
 MINUTES = float(os.environ.get("ISLANDS_MINUTES", 1))
-
-
-SIGNALS = {
-    "SIGINT": [signal.SIGINT],
-    "SIGKILL": [signal.SIGKILL],
-    "SIGTERM": [signal.SIGTERM],
-    "SIGSTOP": [signal.SIGSTOP, signal.SIGCONT],
-}
-FAULTS = ["exception", "exception in a thread", "exception from a signal", "abort", "segmentation fault", "held GIL"]
-FAULTS += ["long sleep", "cut connections", "full disk", *SIGNALS, "lost machine"]
 
 
 class Run:
@@ -96,16 +88,6 @@ class Run:
             kill(pid)
         program.wait()
 
-    def inject(self, fault: str, island: int, rank: int) -> None:
-        """Let a fault happen to a rank."""
-        if fault in SIGNALS:
-            pid = self.states()[island, rank]["pid"]
-            for number in SIGNALS[fault]:
-                kill(pid, number)
-                time.sleep(8 if number == signal.SIGSTOP else 0)
-        else:
-            (self.folder / f"fault-{island}-{rank}").write_text(fault)
-
     def read(self, name: str) -> Any:
         path = self.folder / name
         return json.loads(path.read_text()) if path.exists() else None
@@ -141,9 +123,9 @@ class Run:
         return [self.read(name) for name in names]
 
 
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
+def kill(pid: int) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
@@ -159,18 +141,19 @@ def descendants(pid: int) -> list[int]:
 def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
     """Each fault once, and more of them at random until `MINUTES` are over."""
     draw, injected = random.Random(0), Counter[str]()
-    faults = draw.sample(FAULTS, len(FAULTS))
+    names = [*FAULTS, LOST_MACHINE]
+    faults = draw.sample(names, len(names))
     with Run(tmp_path / "disturbed") as run:
         run.wait("the start", lambda: len(run.present()) == ISLANDS)
         until = time.monotonic() + 60 * MINUTES
         while faults or time.monotonic() < until:
-            fault = faults.pop() if faults else draw.choice(FAULTS)
+            fault = faults.pop() if faults else draw.choice(names)
             island, rank = draw.randrange(ISLANDS), draw.randrange(RANKS)
-            if fault == "lost machine":  # somebody starts it again
+            if fault == LOST_MACHINE:  # somebody starts it again
                 run.kill(island)
                 run.launch(island)
             else:
-                run.inject(fault, island, rank)
+                (run.folder / f"fault-{island}-{rank}").write_text(fault)
             injected[fault] += 1
             before = max(state["steps"] for state in run.states().values())
             began = time.monotonic()
@@ -186,7 +169,7 @@ def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
     disturbed, undisturbed = told[0]["loss"], others[0]["loss"]
     print(f"{injected.total()} faults in {steps} steps: loss {disturbed:.4f}, undisturbed {undisturbed:.4f}")
     print("\n".join(f"goodput of {end['island']}: {end['goodput']}" for end in told))
-    assert injected.keys() == {*FAULTS}
+    assert injected.keys() == {*names}
     assert disturbed < 1.02 * undisturbed
 
 
@@ -196,7 +179,7 @@ def test_a_kill_a_minute_leaves_most_of_the_steps(tmp_path):
         for number in range(max(2, int(MINUTES))):
             time.sleep(60)
             island = 1 + number % 2  # the first one sees all of it
-            run.inject("SIGKILL", island, number // 2 % RANKS)
+            (run.folder / f"fault-{island}-{number // 2 % RANKS}").write_text("SIGKILL")
         time.sleep(60)
         told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
     print(f"a kill each 60 s: goodput {told[0]['goodput']}")

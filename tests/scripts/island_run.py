@@ -8,17 +8,11 @@ Its batches depend on island, rank and step only. `tests/adapters/test_torchft_l
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
 import os
-import signal
-import socket
-import stat
 import sys
-import threading
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,47 +25,13 @@ import fn.adapters.torchft
 from fn import tree
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from train_lm import Transformer, loss_of, read_standard_library
-from train_lm import cut as windows
+from faults import FAULTS
+from train_lm import Transformer, cut, loss_of, read_standard_library
 
 EVERY = 10
 CONTEXT, BATCH = 64, 4
 PACE = 0.2
 """Seconds that a rank rests in each step."""
-
-STILL = 8
-"""Seconds for which a rank does nothing."""
-
-
-def fail(*_: object) -> None:
-    raise RuntimeError("a fault")
-
-
-def fill_disk() -> None:
-    torch.save({"x": torch.zeros(1 << 20)}, "/dev/full")
-
-
-def cut() -> None:
-    """Cut all connections of this process."""
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if stat.S_ISSOCK(os.stat(int(path.name)).st_mode):
-                socket.socket(fileno=os.dup(int(path.name))).shutdown(socket.SHUT_RDWR)
-
-
-FAULTS = {
-    "exception": fail,
-    "exception in a thread": lambda: threading.Thread(target=fail).start(),
-    "exception from a signal": lambda: signal.raise_signal(signal.SIGUSR1),
-    "abort": os.abort,
-    "segmentation fault": lambda: ctypes.string_at(0),
-    "held GIL": lambda: ctypes.PyDLL(None).sleep(STILL),
-    "long sleep": lambda: time.sleep(STILL),
-    "cut connections": cut,
-    "full disk": fill_disk,
-}
-"""What a rank does to itself where the file of its faults says so."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -80,7 +40,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGUSR1, fail)
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), args.folder
     text, held_out = read_standard_library()
@@ -108,8 +67,9 @@ def main() -> None:
             name = fault.read_text()
             fault.unlink()  # first: who returns is not to fail again
             FAULTS[name]()
+            torch.save(opt.state_dict(), folder / f"state-{args.island}-{rank}.pt")
         draw = torch.Generator().manual_seed(1000 * opt.steps + 10 * args.island + rank)
-        loss_of(ranks, windows(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw), CONTEXT)).backward()
+        loss_of(ranks, cut(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw), CONTEXT)).backward()
         opt.step()
         opt.zero_grad()
         time.sleep(PACE)  # or the islands that are left would take most of the steps, with the processor for themselves
@@ -120,7 +80,7 @@ def main() -> None:
     digest = hashlib.sha256(b"".join(x.numpy().tobytes() for x in anchor)).hexdigest()
     with torch.no_grad(), fn.adapters.agreed_params(opt):
         starts = torch.linspace(0, len(held_out) - CONTEXT - 1, 256).long()
-        loss = torch.stack([loss_of(model, windows(held_out, s, CONTEXT)) for s in starts.split(32)]).mean().item()
+        loss = torch.stack([loss_of(model, cut(held_out, s, CONTEXT)) for s in starts.split(32)]).mean().item()
     write(f"end-{args.island}-{rank}", {
         "steps": opt.steps, "anchor": digest, "loss": loss, "island": args.island, "goodput": str(opt.goodput),
         "share": opt.goodput.share,

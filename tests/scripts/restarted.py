@@ -1,10 +1,9 @@
-"""What torchrun runs and restarts: train, save every other step, and on the first attempt let rank 1 be killed.
+"""What torchrun runs and restarts: train, save every other step, and on the first attempt let a fault happen to rank 1.
 
 The second time rank 0 comes late: in a store that is left from the first time the others would find its old address.
 """
 
 import os
-import signal
 import sys
 import time
 from functools import partial
@@ -17,8 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn.adapters import checkpoint
 
+sys.path.insert(0, str(Path(__file__).parent))
+from faults import FAULTS
 
-def train(folder: Path, kill: bool = False) -> list[torch.Tensor]:
+
+def train(folder: Path, fault: str | None = None) -> list[torch.Tensor]:
     """Train in the group that is there, from the checkpoint if there is one; return the weights."""
     params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, n)) for n in (300, 7)]
     with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))):
@@ -31,9 +33,9 @@ def train(folder: Path, kill: bool = False) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * opt.steps + dist.get_rank())
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator)
-        if kill and opt.steps == 9 and dist.get_rank() == 1:
+        if fault is not None and opt.steps == 9 and dist.get_rank() == 1:
             time.sleep(0.5)  # the other rank begins its step meanwhile
-            os.kill(os.getpid(), signal.SIGKILL)
+            FAULTS[fault]()
         opt.step()
         if opt.steps % 2 == 0:
             checkpoint.save(folder, opt)
@@ -45,7 +47,7 @@ def main() -> None:
     torch.set_num_threads(1)
     time.sleep(1.0 if os.environ["RANK"] == "0" and not first else 0.0)
     dist.init_process_group("gloo")
-    weights = train(folder, kill=first)
+    weights = train(folder, sys.argv[2] if first else None)
     if dist.get_rank() == 0:
         torch.save(weights, folder / "weights.pt")
     dist.barrier()
