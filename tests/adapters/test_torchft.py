@@ -266,9 +266,10 @@ def test_islands_of_unequal_speed_take_as_many_steps_as_each_can():
     assert found[2].lengths[-1] == 2
 
 
-def test_an_island_that_is_late_takes_the_outer_step_and_its_difference_counts_in_the_next_round():
+@pytest.mark.parametrize("schedule", [None, fn.every(4)], ids=["every_seconds", "every"])
+def test_an_island_that_is_late_takes_the_outer_step_and_its_difference_counts_in_the_next_round(schedule):
     with Islands(least=3) as sea:
-        job = {"full": 3, "init_sync": False, "pace": 0.25, "least": 8}
+        job = {"full": 3, "init_sync": False, "pace": 0.25, "least": 8, "schedule": schedule}
         sea.start({n: {**job, "stalls": 5 if n == 1 else -1} for n in range(3)})
         found = sea.end()
     check_alike(found, same=False)

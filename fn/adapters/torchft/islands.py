@@ -297,9 +297,11 @@ class Islands(Optimizer):
             self.drop(RuntimeError("another rank of this island lost it"))
         if not late:
             written = self.voted(staged if all_came else None, trained)
-            self.pace.end(written)
+            if written and (staged is not None or not self.joined):
+                self.pace.count()
+            self.pace.end()
             return written
-        self.pace.end(written=False)
+        self.pace.end()
         if all_came and staged is not None:
             staged.commit()
             self.flying = self.flights.pop(), group
@@ -320,7 +322,8 @@ class Islands(Optimizer):
             except RuntimeError as error:
                 group.abort()
                 self.drop(error)
-        self.voted(staged, trained=True)
+        if self.voted(staged, trained=True) and staged is not None:
+            self.pace.count()
         self.flights.clear()
 
     def drop(self, error: RuntimeError) -> None:
@@ -454,6 +457,7 @@ class Islands(Optimizer):
             else:
                 # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
                 latest = int(max(of.steps for of in words if of.speaks))
+                self.sent += latest - self.steps
                 self.steps = latest - 1  # the schedule is asked for the step that they have taken
                 round_, self.steps = self.next_phase, latest
             staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None

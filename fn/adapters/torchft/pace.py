@@ -88,10 +88,12 @@ class Pace:
         self.waited += self.told - since
         return self.told - self.counted, self.waited, self.exchanged
 
-    def end(self, written: bool) -> None:
-        """Note that an exchange has ended. Args: written: whether what was told counts."""
-        if written:
-            self.counted, self.waited, self.exchanged = self.told, 0.0, 0.0
+    def count(self) -> None:
+        """Note that what was told counts, for its exchange is written."""
+        self.counted, self.waited, self.exchanged = self.told, 0.0, 0.0
+
+    def end(self) -> None:
+        """Note that an exchange has ended, or is on its way."""
         self.exchanged += clock() - self.told
 
 
