@@ -83,7 +83,7 @@ def main() -> None:
         loss = torch.stack([loss_of(model, cut(held_out, s, CONTEXT)) for s in starts.split(32)]).mean().item()
     write(f"end-{args.island}-{rank}", {
         "steps": opt.steps, "anchor": digest, "loss": loss, "island": args.island, "goodput": str(opt.goodput),
-        "share": opt.goodput.share,
+        "parts": opt.goodput,
     })  # fmt: skip
     dist.barrier()
     os._exit(0)
