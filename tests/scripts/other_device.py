@@ -33,7 +33,7 @@ from fn.transforms import outer, skip_nonfinite
 from fn.transforms import sharded as pure_sharded
 
 NAME = "elsewhere"
-SHAPES = [(37, 5), (7,), (), (0,), (4097,)]
+SHAPES = [(37, 5), (), (0,), (4097,)]
 HYPERS: dict[str, list[dict[str, Any]]] = {
     "onebit_adam": [
         {},

@@ -339,7 +339,7 @@ def loading(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), [(2, 2), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("old", "new"), [(2, 2), (3, 2), pytest.param(2, 3, marks=pytest.mark.reliability)])
 def test_another_world_keeps_the_mean_of_the_errors_and_the_basis(old, new, tmp_path):
     before = ranks.run(old, saving, str(tmp_path))
     after = ranks.run(new, loading, str(tmp_path))

@@ -45,7 +45,7 @@ def runs(tx: fn.Transform, dims: Any, world: int) -> dict[fn.Phase, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("world", [1, 3, 4])
 @pytest.mark.parametrize(("weight_decay", "max_step"), [(0.0, None), (0.1, None), (0.1, 0.5)])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_zero_one_adam_is_the_papers(

