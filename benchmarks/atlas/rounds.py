@@ -211,6 +211,20 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     names = ["method", "rounds", "H", "workers", "tuned", "its loss", "`rounds=`", "default", "the paper's"]
+    return f"{markdown(' | '.join(names), lines)}\n\n{tried(rows)}"
+
+
+def tried(rows: Sequence[Row]) -> str:
+    """Return how far each outer rate and momentum is from the best of its cell, where they are chosen."""
+    settings = list(dict.fromkeys((*SETTINGS, *((row["outer_lr"], row["outer_momentum"]) for row in rows))))
+    lines = []
+    for cell in (cell for method in METHODS for cell in cells(method)):
+        own = {s: losses(rows, cell, s, "tuning") for s in settings}
+        means = {s: statistics.fmean(x[seed] for seed in CHOOSING) for s, x in own.items() if {*CHOOSING} <= x.keys()}
+        if means:
+            best = min(x for x in means.values() if math.isfinite(x))
+            lines.append([*map(str, cell), *(f"{means[s] - best:.3f}" if s in means else "" for s in settings)])
+    names = ["method", "rounds", "H", "workers", *(f"{s[0]:.3g} / {s[1]:.2g}" for s in settings)]
     return markdown(" | ".join(names), lines)
 
 

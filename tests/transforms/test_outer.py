@@ -185,9 +185,9 @@ def test_what_did_not_move_is_no_difference_under_half_precision() -> None:
 
 HALFWAY, OF_DILOCO, OF_MULOCO = (1 - 0.5 / 3, 0.5), (0.7, 0.9), (0.9, 0.8)
 CHOSEN = [
-    (fn.diloco, {}, (1.0, 0.0)), (fn.diloco, {"rounds": 40}, (1.0, 0.0)), (fn.diloco, {"rounds": 80}, HALFWAY),
-    (fn.diloco, {"rounds": 400}, OF_DILOCO), (fn.diloco, {"outer_momentum": 0.9}, OF_DILOCO),
-    (fn.muloco, {}, OF_MULOCO), (fn.muloco, {"rounds": 8}, (1 - 0.6 / 8, 0.6)), (fn.muloco, {"rounds": 200}, OF_MULOCO),
+    (fn.diloco, {}, (1.0, 0.0)), (fn.diloco, {"rounds": 100}, (1.0, 0.0)), (fn.diloco, {"rounds": 200}, HALFWAY),
+    (fn.diloco, {"rounds": 1000}, OF_DILOCO), (fn.diloco, {"outer_momentum": 0.9}, OF_DILOCO),
+    (fn.muloco, {}, OF_MULOCO), (fn.muloco, {"rounds": 8}, (1 - 0.6 / 8, 0.6)), (fn.muloco, {"rounds": 500}, OF_MULOCO),
 ]  # fmt: skip
 
 
