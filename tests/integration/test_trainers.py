@@ -161,8 +161,9 @@ def test_lora_trains_its_factors_by_adamw(method, tmp_path):
         pytest.skip("peft is not installed")
     changes = {**with_method(METHODS[method]), "model = GPT2LMHeadModel(config)\n": LORA}
     ends = check_run_and_resume(BASE, changes, tmp_path)
-    # No momentum of Muon's: what is there of a factor is AdamW's two moments.
-    assert not any("momentum" in name for name in ends[0]["opt"])
+    # Two factors of two matrices in each of two layers have AdamW's second moments, and nothing is Muon's.
+    assert sum(".adamw." in name and ".nu." in name for name in ends[0]["opt"]) == 8
+    assert not any(".muon." in name for name in ends[0]["opt"])
 
 
 LOOP = (HERE / "train_with_local_sgd.py").read_text()
