@@ -63,14 +63,13 @@ def test_the_outer_step_is_chosen_on_a_seed_and_split_that_the_table_does_not_sh
 def test_the_papers_outer_step_is_for_long_runs() -> None:
     """
     Differs: fn.local_optimizers.diloco: Without `rounds` the outer step is plain averaging; on the atlas's language
-        model the paper's rate of 0.7 and momentum of 0.9 ended 0.10 to 0.41 nats higher after 8 to 100 rounds.
+        model the paper's rate of 0.7 and momentum of 0.9 ended 0.10 to 0.48 nats higher after 8 to 100 rounds.
     """
     rows, gaps = runs.read(ROOT / "benchmarks" / "results" / "rounds.json"), []
-    for n, h, workers in ((8, 8, 4), (8, 8, 8), (8, 32, 4), (25, 8, 4), (100, 8, 4)):
-        cell = rounds.Cell("diloco", n, h, workers)
-        ours, papers = (rounds.losses(rows, cell, pair, "loss")[0] for pair in ((1.0, 0.0), (0.7, 0.9)))
-        gaps.append(papers - ours)
-    assert f"{min(gaps):.2f} to {max(gaps):.2f}" == "0.10 to 0.41"
+    for cell in rounds.cells("diloco"):
+        ours, papers = (rounds.losses(rows, cell, pair, "loss") for pair in ((1.0, 0.0), (0.7, 0.9)))
+        gaps += [papers[seed] - ours[seed] for seed in {*rounds.CHOOSING} & ours.keys() & papers.keys()]
+    assert f"{min(gaps):.2f} to {max(gaps):.2f}" == "0.10 to 0.48"
 
 
 def test_runs_that_are_there_are_not_taken_again() -> None:
