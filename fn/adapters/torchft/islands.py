@@ -28,19 +28,20 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from fn import roles, tree
-from fn.adapters.optim.core import Flight, Unit, device_of, note_written, stage_exchange
+from fn.adapters.optim.core import Flight, device_of, note_written, stage_exchange
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
+from fn.adapters.torchft.checks import check, check_late, check_warmup
 from fn.adapters.torchft.handing_over import become, given_to, hand_over, made_of, state_of, takers_of
 from fn.adapters.torchft.pace import LOOKS, Goodput, Pace, clock, goodput_of
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import gather_values
-from fn.collectives.axis import ALONE, SIMULATED, Axis, Binding, bind, current_binding, ranks_around
+from fn.collectives.axis import ALONE, Axis, Binding, bind, current_binding, ranks_around
 from fn.collectives.primitives import all_gather, mean_in_place
 from fn.collectives.transports.registry import Transport, register
 from fn.errors import PeerLost, expected
 from fn.inplace.protocol import Staged
-from fn.schedules import Every, EverySeconds, Schedule
+from fn.schedules import EverySeconds, Schedule
 
 logger = logging.getLogger("fn")
 
@@ -105,11 +106,11 @@ def optimizer(
     """
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
-    _check_late(late)
+    check_late(late)
     ranks = Binding({_INSIDE: _ranks_of(inside)})
     with Binding({**current_binding().axes, axis: _axis(1, 0, ALONE)}):
         opt = Islands(params, partial(make, axis=axis), schedule=schedule, **more)
-    _check(opt, axis)
+    check(opt, axis)
     opt.pace, opt.given, opt.late = Pace(device_of(opt)), given_to(opt), late
     opt.manager, opt.islands, opt.ranks, opt.tokens = manager, axis, ranks, tokens
     # What torchft itself sends to an island that is behind says no more than that it is.
@@ -194,7 +195,7 @@ class Islands(Optimizer):
         """
         healed = self.averaged = False
         if self.phase is Phase.WARMUP:
-            _check_warmup(self, arguments)
+            check_warmup(self, arguments)
             self.count()
         while not self.averaged and (not self.joined or self.phase is Phase.WARMUP):
             came = self.take(trained=self.joined and not healed)  # gradients of other params say nothing
@@ -588,49 +589,3 @@ def _ranks_of(inside: dist.ProcessGroup | None) -> Axis:
         cure = "call torch.distributed.init_process_group first"
         raise ValueError(expected("inside", "the process group of this island's ranks", got, cure))
     return _axis(1, 0, ALONE)
-
-
-def _check_late(late: Any) -> None:
-    """Refuse what is no (k, least, most) with a ValueError."""
-    if late is not None and not (len(late) == 3 and late[0] >= 0 and 0 <= late[1] <= late[2] < math.inf):
-        raise ValueError(expected("late", "(k, least, most), of at least 0 and in order, or None", f"{late}"))
-
-
-def _check_warmup(opt: Optimizer, arguments: Sequence[Any]) -> None:
-    """Refuse a warm-up step whose gradients are not there yet, or not the ones that are averaged.
-
-    Args: arguments: of `step`. Raises: ValueError with the cure.
-    """
-    found = {
-        "a closure": any(x is not None for x in arguments),
-        "torch.amp.GradScaler": getattr(opt, "grad_scale", None) is not None,
-        "fn.adapters.ddp.overlap": opt.ahead is not None,
-    }
-    for got in (name for name, there in found.items() if there):
-        wanted = "gradients in p.grad, which islands average before each step of a warm-up"
-        raise ValueError(expected("step", wanted, got, "leave it out, or use a schedule without a warm-up"))
-
-
-def _check(opt: Optimizer, axis: str) -> None:
-    """Refuse a schedule or a method that does not fit islands that come and go, with a ValueError."""
-    schedule = opt.schedule
-    if isinstance(schedule, Every) and schedule.delay >= schedule.h // schedule.fragments:
-        wanted = "one mean on its way at a time between islands"
-        got = f"fn.every.delay={schedule.delay}, h={schedule.h}, fragments={schedule.fragments}"
-        raise ValueError(expected("schedule", wanted, got, "use a delay below h / fragments"))
-    for unit in opt.units:
-        copies = [x.shape for x in tree.leaves(roles.find(unit.state, "copies")[:1])]
-        if unit.transform.exchange is None or copies != [p.shape for p in tree.leaves(unit.params)]:
-            wanted = "fn.outer around all parameters of a group, such as fn.diloco"
-            raise ValueError(expected("make", wanted, "a state without a copy of each"))
-        if _shapes(opt, unit, {axis: _axis(2, 0, SIMULATED)}) != _shapes(opt, unit, {}):
-            wanted = "a method whose state does not depend on the number of islands"
-            cure = "give it servers=False: without errors of servers it does not"
-            raise ValueError(expected("make", wanted, "another state for two than for one", cure))
-
-
-def _shapes(opt: Optimizer, unit: Unit, axes: dict[str, Axis]) -> dict[str, torch.Size]:
-    """Return the shapes of what the state of a unit would be with other axes."""
-    with Binding({**opt.binding.axes, **axes}):
-        state = unit.transform.init(tree.map(Tensor.detach, unit.params)) if axes else unit.state
-    return {path: x.shape for path, x in tree.by_path(state).items()}
