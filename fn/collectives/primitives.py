@@ -62,7 +62,7 @@ def all_to_all(x: Tree, axis: str) -> Tree:
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     _check_tensors(x)
-    size = axes.axis_size(axis)
+    size = axes.resolve(axis).size
 
     def exchange(leaf: Tensor) -> Tensor:
         if leaf.ndim == 0 or leaf.shape[0] != size:
