@@ -174,7 +174,7 @@ def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
 
 
 def test_what_a_kill_a_minute_costs_is_told(tmp_path):
-    """How much depends on the machine: 44 % where six ranks shared two busy cores, more than half of it absence."""
+    """How much depends on the machine, whose cores six ranks share: docs/reliability.md has what was measured."""
     with Run(tmp_path / "run") as run:
         run.wait("the start", lambda: len(run.present()) == ISLANDS)
         for number in range(max(2, int(MINUTES))):
