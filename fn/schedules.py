@@ -6,7 +6,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from fn.arguments import check_interval, check_number
@@ -248,45 +248,31 @@ FIRST_ROUND = 2
 """Steps of a round before any step was timed: the first one is no measure of the others."""
 
 
-class _Ahead:
-    """What an `EverySeconds` remembers, no part of what it is: islands have other numbers and one schedule.
-
-    due: the step of the next exchange. begun: steps before the round. pace: seconds a step, 0 while it is not known.
-    progress: the mean over islands of the steps that entered exchanges.
-    """
-
-    due, begun, pace, progress = FIRST_ROUND - 1, 0, 0.0, 0.0
-
-
+@dataclass(eq=False)
 class EverySeconds:
-    """The schedule of `every_seconds`. Args and Raises: as there."""
+    """The schedule of `every_seconds`. Args and Raises: as there.
+
+    What it remembers is not compared, for islands have other numbers and one schedule. due: the step of the next
+    exchange. begun: steps taken when the last difference was sent. pace: seconds a step that the present round was
+    planned with, 0 while not known. progress: the mean over islands of the steps that have entered exchanges.
+    """
 
     fragments = 1
     phases = Phase.COMPRESSED, Phase.LOCAL
 
-    def __init__(self, seconds: float):
-        check_interval("seconds", seconds, "(0, inf)")
-        self.seconds = float(seconds)
-        self._ahead = _Ahead()
+    seconds: float
+    due: int = field(default=FIRST_ROUND - 1, init=False, compare=False)
+    begun: int = field(default=0, init=False, compare=False)
+    pace: float = field(default=0.0, init=False, compare=False)
+    progress: float = field(default=0.0, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_interval("seconds", self.seconds, "(0, inf)")
+        self.seconds = float(self.seconds)
 
     def __call__(self, step: int) -> Round:
         """Return the round of a step."""
-        return Round(0, 0) if step >= self._ahead.due else Round()
-
-    @property
-    def pace(self) -> float:
-        """Return the seconds a step that the present round was planned with; 0: not known yet."""
-        return self._ahead.pace
-
-    @property
-    def begun(self) -> int:
-        """Return how many steps had been taken when the last difference was sent."""
-        return self._ahead.begun
-
-    @property
-    def progress(self) -> float:
-        """Return the mean over islands of the steps that have entered exchanges."""
-        return self._ahead.progress
+        return Round(0, 0) if step >= self.due else Round()
 
     def plan(self, steps: int, seconds: float = 0.0, *, entered: float | None = None, sent: bool = True) -> None:
         """Say behind an exchange when the next one is.
@@ -295,19 +281,18 @@ class EverySeconds:
             entered: the steps that entered the exchange, in the mean over islands; None: all since the last one.
             sent: whether those of this island did; else they count in the next one.
         """
-        ahead = self._ahead
-        ahead.pace = seconds or ahead.pace
-        ahead.progress += steps - ahead.begun if entered is None else entered
-        ahead.begun = steps if sent else ahead.begun
-        ahead.due = steps - 1 + (max(1, int(self.seconds / ahead.pace)) if ahead.pace else FIRST_ROUND)
+        self.pace = seconds or self.pace
+        self.progress += steps - self.begun if entered is None else entered
+        self.begun = steps if sent else self.begun
+        self.due = steps - 1 + (max(1, int(self.seconds / self.pace)) if self.pace else FIRST_ROUND)
 
     def memory(self) -> dict[str, Any]:
         """Return what a state dict keeps of it."""
-        return {name: getattr(self._ahead, name) for name in ("due", "begun", "pace", "progress")}
+        return {name: getattr(self, name) for name in ("due", "begun", "pace", "progress")}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on from a `memory`."""
-        vars(self._ahead).update(memory)
+        vars(self).update(memory)
 
 
 def periodic(period: int) -> Schedule:

@@ -210,7 +210,8 @@ def describe(value: Any) -> dict[str, str]:
     """Return the settings that a value holds, by name: numbers, names and dtypes, looking into tuples and partials.
 
     A transform holds the rules of its links, NamedTuples of hyper-parameters; a link without a rule counts by its name.
-    A codec or a feedback counts as the call that makes it. Nobody looks into what a function closes over.
+    A codec or a feedback counts as the call that makes it. Nobody looks into what a function closes over, or into a
+    dataclass's field with compare=False.
 
         >>> import fn
         >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
@@ -248,8 +249,10 @@ def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, s
     elif callable(value):
         yield name, getattr(value, "__qualname__", type(value).__name__)
         if not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+            fields = getattr(value, "__dataclass_fields__", {})
             for key, item in getattr(value, "__dict__", {}).items():  # an object that can be called, such as a schedule
-                yield from _texts(item, f"{type(value).__name__}.{key}", shared)
+                if key not in fields or fields[key].compare:
+                    yield from _texts(item, f"{type(value).__name__}.{key}", shared)
     elif isinstance(value, _PLAIN):
         yield name, repr(value)
     else:
