@@ -86,7 +86,7 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with fn.adapters.agreed_params(opt):
             torch.save(model.state_dict(), args.out)
-        print(f"the model: {args.out}; goodput of all islands: {opt.goodput}")
+        print(f"the model: {args.out}")
     dist.destroy_process_group()
 
 

@@ -201,12 +201,13 @@ def test_a_lighthouse_is_started_again(tmp_path):
     assert len({(end["steps"], end["anchor"]) for end in told}) == 1
 
 
-def test_the_example_prints_a_table_and_saves_what_all_agree_on(tmp_path):
+def test_the_example_prints_a_table_and_goodput_and_saves_what_all_agree_on(tmp_path):
     small = ["--every", "10", "--width", "32", "--layers", "1", "--steps", "50"]
     example = [str(ROOT / "examples" / "islands.py"), *small, "--out", str(tmp_path / "model.pt")]
     with Run(tmp_path / "run", ISLANDS, example) as run:
         logs = [tmp_path / "run" / f"log-{island}" for island in range(ISLANDS)]
-        run.wait("the end", lambda: all("the model: " in log.read_text() for log in logs))
+        closing = "this island ends; goodput of all islands since it began: "
+        run.wait("the end", lambda: all(log.read_text().count(closing) == 1 for log in logs))
     tables = [[line.split() for line in log.read_text().splitlines() if line[:6].strip().isdigit()] for log in logs]
     assert [row[:2] for row in tables[0]] == [[str(10 * n), "3"] for n in range(1, 6)]
     assert len({tuple(row[3] for row in table) for table in tables}) == 1  # the loss of what all agree on

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -115,6 +116,8 @@ def optimizer(
     opt.manager, opt.islands, opt.ranks, opt.tokens = manager, axis, ranks, tokens
     # What torchft itself sends to an island that is behind says no more than that it is.
     manager.register_state_dict_fn(f"fn.{axis}", opt.fall_behind, dict)
+    if not int(ranks.axes[_INSIDE].rank):
+        weakref.finalize(opt, _tell, opt.pace)  # at the end of the process, too, also behind an exception
     opt.register_step_pre_hook(lambda _, args, kwargs: opt.before_step([*args[1:], *kwargs.values()]))
     opt.register_step_post_hook(lambda *_: opt.after_step())
     return opt
@@ -161,8 +164,7 @@ class Islands(Optimizer):
     whose islands are known to have as many ranks. pace: when the last local steps ended. seconds: a step took, on the
     slowest rank; 0: not known. entered: the steps that entered the last exchange, in the mean over islands. given: the
     numbers of the param groups at the start. late: as for `optimizer`. sent: steps when a difference was taken last;
-    sending: when the one that is on its way was. goodput: what all islands made of their time since this one began;
-    of_round: the same of the present exchange, until it is written. most: how many islands there were.
+    sending: when the one that is on its way was. most: how many islands there were.
     """
 
     plans = True
@@ -180,7 +182,11 @@ class Islands(Optimizer):
     given: dict[str, str]
     late: tuple[float, float, float] | None
     sent = sending = most = 0
-    goodput = of_round = Goodput()
+
+    @property
+    def goodput(self) -> Goodput:
+        """Return what all islands made of their time since this one began."""
+        return self.pace.goodput
 
     def fall_behind(self, saved: Any) -> None:
         """Hear from torchft that others wrote an exchange which this island did not."""
@@ -264,7 +270,7 @@ class Islands(Optimizer):
         """
         manager, staged, problem, came, self.healed, self.entered = self.manager, None, None, False, False, 0.0
         group: Any = None
-        since = self.pace.told = clock()
+        since = self.pace.ask()
         try:
             manager.start_quorum()  # calls `fall_behind`, if this island is
             group = self.group() if manager.errored() is None else None
@@ -298,8 +304,6 @@ class Islands(Optimizer):
             self.drop(RuntimeError("another rank of this island lost it"))
         if not late:
             written = self.voted(staged if all_came else None, trained)
-            if written and (staged is not None or not self.joined):
-                self.pace.count()
             self.pace.end()
             return written
         self.pace.end()
@@ -323,8 +327,7 @@ class Islands(Optimizer):
             except RuntimeError as error:
                 group.abort()
                 self.drop(error)
-        if self.voted(staged, trained=True) and staged is not None:
-            self.pace.count()
+        self.voted(staged, trained=True)
         self.flights.clear()
 
     def drop(self, error: RuntimeError) -> None:
@@ -339,19 +342,15 @@ class Islands(Optimizer):
             return False
         if staged is not None:
             staged.commit()
-            self.note()
+        if staged is not None or not self.joined:
+            made = self.pace.count()
+            if made.could and not int(self.ranks.axes[_INSIDE].rank):
+                text = "exchange %d between islands: goodput %s; since this island began %s"
+                logger.info(text, self.manager.current_step(), made, self.goodput)
         # Only here: tokens of an exchange that was dropped count in the next one.
         self.unsent = 0.0 if trained else self.unsent
         self.sent = self.sending if trained else self.sent
         return True
-
-    def note(self) -> None:
-        """Log what the islands made of their time up to the exchange that is written."""
-        made, self.of_round = self.of_round, Goodput()
-        self.goodput = Goodput(*(x + y for x, y in zip(self.goodput, made, strict=True)))
-        if made.could and not int(self.ranks.axes[_INSIDE].rank):
-            text = "exchange %d between islands: goodput %s; since this island began %s"
-            logger.info(text, self.manager.current_step(), made, self.goodput)
 
     def group(self) -> Any:
         """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
@@ -444,7 +443,7 @@ class Islands(Optimizer):
             self.heal(group, words, rank)
         current = [of for of in words if of.joined and not of.behind]
         self.most = max(self.most, len(words))
-        self.of_round = goodput_of(words, self.most)
+        self.pace.of_round = goodput_of(words, self.most)
         if len({of.warm for of in current}) > 1:
             raise RuntimeError("some islands are in their warm-up, and others are not")
         tokens = [of.speaks * of.tokens for of in words]
@@ -541,6 +540,12 @@ class Islands(Optimizer):
         if failure is not None:
             raise failure
         self.behind = False
+
+
+def _tell(pace: Pace) -> None:
+    """Say what the islands made of their time: the last line of an island's log, which it has without settings."""
+    if pace.goodput.could:
+        logger.warning("this island ends; goodput of all islands since it began: %s", pace.goodput)
 
 
 def weight_of(tokens: Sequence[float], rank: int) -> float:

@@ -40,63 +40,6 @@ def clock() -> float:
     return float(now(torch.device("cpu")))
 
 
-class Pace:
-    """The moments of an island: its local steps, its arrivals at exchanges, and what its time went into.
-
-    ends: of the last local steps of this round. arrivals: seconds of its last rounds. taken, before: local steps of
-    this round and of the last one. began: when this round began. told: when the others were told of the time last.
-    counted: the same in the last exchange that was written. waited, exchanged: seconds since that.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.ends, self.arrivals = device, deque[Any](maxlen=SEEN + 1), deque[float](maxlen=SEEN)
-        self.taken = self.before = 0
-        self.began = self.told = self.counted = clock()
-        self.waited = self.exchanged = 0.0
-
-    def step(self) -> None:
-        """Note that a local step has ended."""
-        self.ends.append(now(self.device))
-        self.taken += 1
-
-    def seconds(self) -> float:
-        """Return the median seconds of a step; 0 if none was timed."""
-        return median(between(*pair) for pair in pairwise(self.ends)) if len(self.ends) > 1 else 0.0
-
-    def arrive(self) -> None:
-        """Note that a round ends."""
-        self.arrivals.append(clock() - self.began)
-
-    def begin(self) -> None:
-        """Begin a round; the first of its steps is timed from now on."""
-        self.began, self.before, self.taken = clock(), self.taken, 0
-        self.ends.clear()
-        self.ends.append(now(self.device))
-
-    def is_late(self, k: float, least: float, most: float) -> bool:
-        """Return whether this round lasts longer than the last ones: median + k MAD, within bounds of the second."""
-        usual = median(self.arrivals)
-        spread = median(abs(x - usual) for x in self.arrivals)
-        return clock() - self.began > usual + min(max(k * spread, least), most)
-
-    def tell(self, since: float) -> tuple[float, float, float]:
-        """Return the seconds since the last exchange that was written, those of waiting, and those of exchanging.
-
-        Args: since: when this island began to wait for the others.
-        """
-        self.told = clock()
-        self.waited += self.told - since
-        return self.told - self.counted, self.waited, self.exchanged
-
-    def count(self) -> None:
-        """Note that what was told counts, for its exchange is written."""
-        self.counted, self.waited, self.exchanged = self.told, 0.0, 0.0
-
-    def end(self) -> None:
-        """Note that an exchange has ended, or is on its way."""
-        self.exchanged += clock() - self.told
-
-
 class Goodput(NamedTuple):
     """What islands made of their time, in local steps, summed over all of them.
 
@@ -135,3 +78,69 @@ def goodput_of(words: Sequence[Any], islands: int) -> Goodput:
     sums = [sum(getattr(of, name) / of.pace for of in there) for name in ("passed", "waited", "exchanged")]
     entered = sum(of.speaks * of.entering for of in there)
     return Goodput(sums[0] + absent, entered, sums[1], sums[2], absent)
+
+
+class Pace:
+    """The moments of an island: its local steps, its arrivals at exchanges, and what its time went into.
+
+    ends: of the last local steps of this round. arrivals: seconds of its last rounds. taken, before: local steps of
+    this round and of the last one. began: when this round began. told: when the others were told of the time last.
+    counted: the same in the last exchange that was written. waited, exchanged: seconds since that. goodput: of all
+    islands since this one began. of_round: the same of the present exchange, until it is written.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.ends, self.arrivals = device, deque[Any](maxlen=SEEN + 1), deque[float](maxlen=SEEN)
+        self.taken = self.before = 0
+        self.began = self.told = self.counted = clock()
+        self.waited = self.exchanged = 0.0
+        self.goodput = self.of_round = Goodput()
+
+    def step(self) -> None:
+        """Note that a local step has ended."""
+        self.ends.append(now(self.device))
+        self.taken += 1
+
+    def seconds(self) -> float:
+        """Return the median seconds of a step; 0 if none was timed."""
+        return median(between(*pair) for pair in pairwise(self.ends)) if len(self.ends) > 1 else 0.0
+
+    def arrive(self) -> None:
+        """Note that a round ends."""
+        self.arrivals.append(clock() - self.began)
+
+    def begin(self) -> None:
+        """Begin a round; the first of its steps is timed from now on."""
+        self.began, self.before, self.taken = clock(), self.taken, 0
+        self.ends.clear()
+        self.ends.append(now(self.device))
+
+    def is_late(self, k: float, least: float, most: float) -> bool:
+        """Return whether this round lasts longer than the last ones: median + k MAD, within bounds of the second."""
+        usual = median(self.arrivals)
+        spread = median(abs(x - usual) for x in self.arrivals)
+        return clock() - self.began > usual + min(max(k * spread, least), most)
+
+    def ask(self) -> float:
+        """Note that a quorum is asked for; return when."""
+        self.told, self.of_round = clock(), Goodput()
+        return self.told
+
+    def tell(self, since: float) -> tuple[float, float, float]:
+        """Return the seconds since the last exchange that was written, those of waiting, and those of exchanging.
+
+        Args: since: when this island began to wait for the others.
+        """
+        self.told = clock()
+        self.waited += self.told - since
+        return self.told - self.counted, self.waited, self.exchanged
+
+    def count(self) -> Goodput:
+        """Add up the goodput of an exchange that is written; what was told before it counts no more. Return it."""
+        self.counted, self.waited, self.exchanged = self.told, 0.0, 0.0
+        self.goodput = Goodput(*map(sum, zip(self.goodput, self.of_round, strict=True)))
+        return self.of_round
+
+    def end(self) -> None:
+        """Note that an exchange has ended, or is on its way."""
+        self.exchanged += clock() - self.told
