@@ -256,7 +256,6 @@ def arguments(
         ),
         "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *segmented),
         "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *segmented),
-        "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8, limit),
         "quantize": lambda: (numbers(dtype, 2, n), *segmented, width),
         "quantize_feedback": lambda: (
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *segmented, width,
@@ -270,12 +269,6 @@ def arguments(
         "momentum_encode": lambda: (
             tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
         ),
-        "momentum_rows": lambda: (
-            tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, of_tensors[1],
-        ),
-        "drift": lambda: (
-            leaves(), tensors(), tensors(), leaves(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, of_tensors[1],
-        ),
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
             scales(2, 1 + 2 * frozen, segments), *of_tensors, *descent, True, leaves() if strided else [],
@@ -286,10 +279,6 @@ def arguments(
             1e-6, 0.01, limit,
         ),
         "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01, limit),
-        "adamw_into_": lambda: (
-            [numbers(wide, n) for _ in range(3 - frozen)], [numbers(wide, n) for _ in range(2 + strided)],
-            [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent, frozen,
-        ),
         "elementwise_": lambda: (
             ("lion", [*leaves(), *tensors()], [*tensors(), *leaves()], [scales(segments)], [1], [0.9, 0.0])
             if strided

@@ -21,7 +21,6 @@ from fn.arguments import check_interval, check_is_transform, check_number
 from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, links_of, missing, says
 from fn.errors import expected
 from fn.kernels import reference, rules
-from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms.leafwise import apply
 from fn.transforms.skip_nonfinite import nan_unless_finite
@@ -199,7 +198,8 @@ def scale_by_onebit_adam(
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         state = next_momentum(updates, state, params, sync.compressed_update, frozen=True)
-        mu, out = kept_direction(state.mu, state.nu, eps, limit)
+        mu = keep_unseen_at_zero(state.mu, state.nu)
+        out = adam_direction(mu, state.nu, eps, limit)
         # A clamp would make a finite step of an infinite momentum, and no guard would skip it.
         return (nan_unless_finite(out, mu) if limit < math.inf else out), state._replace(mu=mu)
 
@@ -291,22 +291,6 @@ def zeros_like_moment(p: Tensor) -> Tensor:
 def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
     """Return x, but zero where nu is zero. Where it is not finite there, it is NaN, so that the step is skipped."""
     return apply(rules.kept_unseen, (x, nu), 0.0)
-
-
-def kept_direction(mu: Tree, nu: Tree, eps: float, max_step: float) -> tuple[Tree, Tree]:
-    """Return `keep_unseen_at_zero(mu, nu)` and its `adam_direction`: one pass over memory where a kernel does both."""
-    leaves, structure = tree.flatten(mu)
-    pairs = [_kept_direction(m, v, eps, max_step) for m, v in zip(leaves, tree.leaves(nu), strict=True)]
-    return tree.unflatten(structure, [m for m, _ in pairs]), tree.unflatten(structure, [u for _, u in pairs])
-
-
-def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[Tensor, Tensor]:
-    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.steps.is_normal(eps, v.dtype):
-        # The op has no derivative, its kernels have no case for 0 / 0, and a compiler fuses the reference itself.
-        return reference.steps.direction(m, v, eps, max_step)
-    # (...) -> (1, n), a row, as its kernels take them
-    kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps, max_step)
-    return kept.view(m.shape), out.view(m.shape)
 
 
 def moving_average(average: Tree, new: Tree, decay: float, age: Tensor | None = None) -> Tree:

@@ -23,7 +23,6 @@ SEEN = {
     "onebit_adam_": {(HALF, FULL, FULL), (FULL, FULL, FULL, HALF)},
     "lamb_step_": {(HALF, FULL, FULL)},
     "sign_encode": set(),
-    "adamw_into_": set(),
 }
 
 
