@@ -37,7 +37,7 @@ from benchmarks.atlas import runs as atlas
 from benchmarks.atlas.methods import ADAM, labels
 from benchmarks.atlas.paired import difference
 from benchmarks.atlas.summary import Row
-from benchmarks.atlas.tasks import Task, language_model, rate
+from benchmarks.atlas.tasks import Params, Task, language_model, rate
 from benchmarks.atlas.train import finite
 from benchmarks.measure import commit, markdown
 from fn.local_optimizers import OF_DILOCO, OF_MULOCO
@@ -77,55 +77,65 @@ METHODS: dict[str, Callable[..., fn.Transform]] = {
 """(lr, axis, outer_lr, outer_momentum) -> transform."""
 
 
-def train(runs: Sequence[Run], task: Task | None = None) -> list[Row]:
-    """Train runs that differ in their seeds and outer steps only, all at once; return a row for each.
+def trained(
+    runs: Sequence[Run], task: Task, schedule: Callable[[int], Any] | None = None
+) -> Iterator[tuple[Run, Params]]:
+    """Train runs that differ in seeds, rates and outer steps only, all at once; yield each with its ranks' mean params.
 
-    Losses are None where they are not finite.
+    Args: schedule: of all; every H steps an exchange, if None.
     """
     torch.set_num_threads(1)
     runs = sorted(runs, key=lambda run: (run.outer_lr, run.outer_momentum))
-    task, start = task or language_model(), time.perf_counter()
-    method, rounds, h, workers, _, peak, *_ = runs[0]
-    lr, schedule, steps = torch.tensor(0.0), fn.every(h), rounds * h
-    parts = []  # transforms, and their places among the runs
+    method, rounds, h, workers, *_ = runs[0]
+    schedule, steps = schedule or fn.every(h), rounds * h
+    parts = []  # what makes transforms, and their places among the runs
     for pair in dict.fromkeys(run[-2:] for run in runs):
         places = [k for k, run in enumerate(runs) if run[-2:] == pair]
-        tx = METHODS[method](lr, axis="data", outer_lr=pair[0], outer_momentum=pair[1])
-        parts.append((tx, slice(places[0], places[-1] + 1)))
+        make = partial(METHODS[method], axis="data", outer_lr=pair[0], outer_momentum=pair[1])
+        parts.append((make, slice(places[0], places[-1] + 1)))
     seeds = list(dict.fromkeys(run.seed for run in runs))
     own = torch.tensor([seeds.index(run.seed) for run in runs])  # (runs,)
     draws = [task.batches(seed, workers) for seed in seeds]
     params = stacked([task.params(run.seed) for run in runs])  # (runs, ...)
     first = parts[0][0]
-    dims = fn.rank_dims(first.init(task.params(0)))
-    state = vmap(fn.simulate(first.init, "data", workers, in_dims=None, out_dims=dims))(params)
+    init = first(0.0).init
+    dims = fn.rank_dims(init(task.params(runs[0].seed)))
+    state = vmap(fn.simulate(init, "data", workers, in_dims=None, out_dims=dims))(params)
     params = {name: p[:, None].repeat(1, workers, *[1] * (p.ndim - 1)) for name, p in params.items()}
 
-    def step(tx: fn.Transform, when: Any, params: Any, state: Any, batch: Any) -> Any:
-        updates, state = tx.update(when)(grad(task.loss)(params, batch), state, params)
-        return fn.apply_updates(params, updates), state
+    def turn(make: Any, when: Any, lr: Tensor, *trained: Any) -> Any:
+        tx, places = make(lr), {"in_dims": (0, dims, 0), "out_dims": (0, dims)}
 
-    def turn(tx: fn.Transform, when: Any, *trained: Any) -> Any:
-        places = {"in_dims": (0, dims, 0), "out_dims": (0, dims)}
-        return vmap(fn.simulate(partial(step, tx, when), "data", workers, **places))(*trained)
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            updates, state = tx.update(when)(grad(task.loss)(params, batch), state, params)
+            return fn.apply_updates(params, updates), state
+
+        return fn.simulate(step, "data", workers, **places)(*trained)
 
     with sdpa_kernel(SDPBackend.MATH):  # the fused attention cannot be batched over workers
         for t in range(steps):
-            lr.fill_(peak * rate(t, steps))
             batch = tuple(torch.stack(part)[own] for part in zip(*(draw() for draw in draws), strict=True))
-            when = schedule(t)
-            if when is fn.Phase.LOCAL:  # before an exchange the outer step is not looked at
-                params, state = turn(first, when, params, state, batch)
+            lr, when = torch.tensor([run.lr * rate(t, steps) for run in runs]), schedule(t)
+            given = lr, params, state, batch
+            if when in (fn.Phase.LOCAL, fn.Phase.WARMUP):  # before an exchange the outer step is not looked at
+                params, state = vmap(partial(turn, first, when))(*given)
             else:
-                trained = params, state, batch
-                ended = [turn(tx, when, *tree_map(lambda x, part=part: x[part], trained)) for tx, part in parts]
+                ended = [
+                    vmap(partial(turn, make, when))(*tree_map(lambda x, part=part: x[part], given))
+                    for make, part in parts
+                ]
                 params, state = tree_map(lambda *x: torch.cat(x), *ended)
-        scores = [task.score({name: p[k].mean(0) for name, p in params.items()}) for k in range(len(runs))]
-    seconds, short = (time.perf_counter() - start) / len(runs), commit()
-    facts = {"seconds": round(seconds, 1), "commit": short}
+    for k, run in enumerate(runs):
+        yield run, {name: p[k].mean(0) for name, p in params.items()}
+
+
+def train(runs: Sequence[Run], task: Task | None = None) -> list[Row]:
+    """Train as `trained` does; return a row for each run. Losses are None where they are not finite."""
+    task, start = task or language_model(), time.perf_counter()
+    scores = [(run, task.score(params)) for run, params in trained(runs, task)]
+    facts = {"seconds": round((time.perf_counter() - start) / len(runs), 1), "commit": commit()}
     return [
-        {**run._asdict(), "tuning": finite(score.tuning), "loss": finite(score.loss), **facts}
-        for run, score in zip(runs, scores, strict=True)
+        {**run._asdict(), "tuning": finite(score.tuning), "loss": finite(score.loss), **facts} for run, score in scores
     ]
 
 
