@@ -20,7 +20,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,20 +78,24 @@ METHODS: dict[str, Callable[..., fn.Transform]] = {
 
 
 def trained(
-    runs: Sequence[Run], task: Task, schedule: Callable[[int], Any] | None = None
+    runs: Sequence[Run],
+    task: Task,
+    schedule: Callable[[int], Any] | None = None,
+    steps: int = 0,
+    makes: Mapping[str, Callable[..., fn.Transform]] | None = None,
 ) -> Iterator[tuple[Run, Params]]:
     """Train runs that differ in seeds, rates and outer steps only, all at once; yield each with its ranks' mean params.
 
-    Args: schedule: of all; every H steps an exchange, if None.
+    Args: schedule, steps: if not those of the runs' rounds. makes: methods other than `METHODS`.
     """
     torch.set_num_threads(1)
     runs = sorted(runs, key=lambda run: (run.outer_lr, run.outer_momentum))
     method, rounds, h, workers, *_ = runs[0]
-    schedule, steps = schedule or fn.every(h), rounds * h
+    schedule, steps = schedule or fn.every(h), steps or rounds * h
     parts = []  # what makes transforms, and their places among the runs
     for pair in dict.fromkeys(run[-2:] for run in runs):
         places = [k for k, run in enumerate(runs) if run[-2:] == pair]
-        make = partial(METHODS[method], axis="data", outer_lr=pair[0], outer_momentum=pair[1])
+        make = partial((makes or METHODS)[method], axis="data", outer_lr=pair[0], outer_momentum=pair[1])
         parts.append((make, slice(places[0], places[-1] + 1)))
     seeds = list(dict.fromkeys(run.seed for run in runs))
     own = torch.tensor([seeds.index(run.seed) for run in runs])  # (runs,)
