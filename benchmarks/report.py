@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks import against, first_hour
-from benchmarks.atlas import as_it_comes, choices, late, lost, max_step, same_loss
+from benchmarks.atlas import as_it_comes, choices, downstream, late, local_rates, lost, max_step, same_loss, scale
 from benchmarks.atlas import rounds as outer_steps
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas import summary as atlas_summary
@@ -135,6 +135,8 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
     yield "rounds", partial(outer_steps.table, atlas.read(RESULTS / "rounds.json"))
+    for name, table in {"scale": scale, "downstream": downstream, "local_rates": local_rates}.items():
+        yield name, partial(of_file, name, lambda found, table=table: table.table(found["rows"]), ATLAS)
     yield "as_it_comes", partial(of_file, "as_it_comes", lambda found: as_it_comes.table(found["rows"]), ATLAS)
     yield "lost", partial(of_file, "lost", lambda found: f"{described(found['about'])}\n\n{lost.table(found)}", ATLAS)
     yield "late_losses", late.report

@@ -83,10 +83,12 @@ def trained(
     schedule: Callable[[int], Any] | None = None,
     steps: int = 0,
     makes: Mapping[str, Callable[..., fn.Transform]] | None = None,
+    watch: Callable[[int, Params], None] = lambda step, params: None,
 ) -> Iterator[tuple[Run, Params]]:
     """Train runs that differ in seeds, rates and outer steps only, all at once; yield each with its ranks' mean params.
 
-    Args: schedule, steps: if not those of the runs' rounds. makes: methods other than `METHODS`.
+    Args: schedule, steps: if not those of the runs' rounds. makes: methods other than `METHODS`. watch: is given
+            the number of steps and the params (runs, ranks, ...) after each.
     """
     torch.set_num_threads(1)
     runs = sorted(runs, key=lambda run: (run.outer_lr, run.outer_momentum))
@@ -129,6 +131,7 @@ def trained(
                     for make, part in parts
                 ]
                 params, state = tree_map(lambda *x: torch.cat(x), *ended)
+            watch(t + 1, params)
     for k, run in enumerate(runs):
         yield run, {name: p[k].mean(0) for name, p in params.items()}
 
