@@ -176,6 +176,7 @@ class UpdateFn(Protocol):
         together                    axes whose ranks leave out a step together: nothing may be written later then
         now                         whether it reads the params, or a rate, of the step that it is taken in, so that it
                                     cannot be taken beside the training
+        last                        whether params are moved by what it returns, as it is, so that it ends a chain
         links, inner, update_of     the updates inside of it: a tuple of them, one, or a dict: see `rules_in`
     """
 

@@ -21,7 +21,7 @@ from fn.errors import expected
 from fn.transforms import scaling
 from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, always_average, average, compressed_average
-from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.decay_and_lr import add_decayed_weights, compensate_rounding, scale_by_learning_rate
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.mask_and_partition import Labels, hidden_and_other, in_slices, partition, unfrozen
 from fn.transforms.momentum import local_momentum, trace
@@ -103,7 +103,8 @@ def muon(
 
     Paper: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024); coefficients of Amsel et al.,
         The Polar Express (arXiv 2505.16932).
-    Differs: the iterations are in float32 unless dtype=torch.bfloat16 is given, which all originals use.
+    Differs: the iterations are in float32 unless dtype=torch.bfloat16 is given, which all originals use. Of params in
+        half precision, what rounding drops is added to the next step; `torch.optim.Muon` loses it.
     """
     if other not in ("adamw", "lion"):
         raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
@@ -190,7 +191,7 @@ def _muon(
     slower = [] if other_rate == 1 else [partition({"muon": chain(), other: scaling.scale(other_rate)}, kind_of)]
     inner = partition({"muon": iterations, other: direction}, kind_of)
     # What travels are directions. Behind them all ranks decay by the params, and step by the rate, that they have now.
-    ends = add_decayed_weights(weight_decay), *slower, scale_by_learning_rate(lr)
+    ends = add_decayed_weights(weight_decay), *slower, scale_by_learning_rate(lr), compensate_rounding()
     if shards is not None:
         mean = always_average(axis) if codec is None else unfrozen(average(axis))
         return _finished(chain(mean, inner, *ends), axis, "Muon")
@@ -295,7 +296,7 @@ def sign_muon(
         "muon": chain(local_momentum(1 - momentum), *links),
         "other": chain(mean, scale_by_adam(0.9, 0.95), scaling.scale(other_rate)),
     }
-    ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr), compensate_rounding()
     return _finished(chain(partition(kinds, kind_of), *ends), axis, "sign_muon")
 
 

@@ -1,4 +1,4 @@
-"""Links that end a chain: decoupled weight decay, and the learning rate."""
+"""Links that end a chain: decoupled weight decay, the learning rate, and what rounding of the params drops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_number
-from fn.base import Transform, check_params, lift, says
+from fn.base import Transform, check_params, check_state, lift, says
 from fn.errors import expected
 from fn.kernels import rules
 from fn.transforms.leafwise import apply
@@ -112,3 +112,63 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     """
     check_rate(lr)
     return lift(lambda params: (), Rate(lr), elementwise=True)
+
+
+class RoundingState(NamedTuple):
+    """State of `compensate_rounding`. dropped: of each half-precision param, in its dtype; else without elements.
+
+    () where no param is of half precision.
+    """
+
+    dropped: Tree
+
+
+@says(name="compensate_rounding", now=True, last=True)
+class Rounding(NamedTuple):
+    """The rule of `compensate_rounding`."""
+
+    def __call__(self, updates: Tree, state: RoundingState, params: Tree, /) -> tuple[Tree, RoundingState]:
+        """Return the updates with what was dropped before, and the state with what `apply_updates` will drop."""
+        check_state(state, RoundingState)
+        if not tree.leaves(state.dropped):
+            return updates, state
+        check_params(params)
+        (us, dropped, ps), structure = tree.flatten_alike([updates, state.dropped, params])
+        for i, (u, e, p) in enumerate(zip(us, dropped, ps, strict=True)):
+            if e.numel():
+                # What moves p by itself is of other params: somebody wrote them, smaller ones, since the last step.
+                us[i] = u.to(torch.promote_types(u.dtype, torch.float32)) + torch.where(p + e == p, e, 0.0)
+                exact = p + us[i]
+                dropped[i] = (exact - exact.to(p.dtype)).to(p.dtype)
+        return tree.unflatten(structure, us), RoundingState(tree.unflatten(structure, dropped))
+
+
+def compensate_rounding() -> Transform:
+    """Add to each update what rounding dropped from the last ones, where params are float16 or bfloat16.
+
+    Steps below half the spacing of a param, 0.002 next to 1 in bfloat16, then add up and do not get lost.
+
+        u <- u + e;    e <- (p + u) - round(p + u)
+
+        >>> import torch, fn
+        >>> tx, p = compensate_rounding(), torch.ones(1, dtype=torch.bfloat16)
+        >>> state = tx.init(p)
+        >>> for _ in range(10):
+        ...     u, state = tx.update(fn.Phase.LOCAL)(torch.tensor([-0.001]), state, p)
+        ...     p = fn.apply_updates(p, u)
+        >>> p
+        tensor([0.9883], dtype=torch.bfloat16)
+
+    It is the last link of a chain, whose updates are added as they are. e takes 2 bytes a param.
+
+    Paper: Kahan, Further remarks on reducing truncation errors (Communications of the ACM, 1965). The code of
+        modded-nanogpt keeps such low bits of bfloat16 weights beside NorMuon's moments.
+    """
+
+    def init(params: Tree) -> RoundingState:
+        half = tree.map(lambda p: p.dtype in (torch.float16, torch.bfloat16), params)
+        if not any(tree.leaves(half)):
+            return RoundingState(())
+        return RoundingState(tree.map(lambda p, is_half: p.detach().new_zeros(p.shape if is_half else 0), params, half))
+
+    return lift(init, Rounding(), elementwise=True)

@@ -179,7 +179,10 @@ def _late(tx: Transform, correction: float) -> Transform:
     coded = has_phase(whole, Phase.COMPRESSED) and {*averaged.warmup} <= {*averaged.compressed}
     phase = Phase.COMPRESSED if coded else Phase.WARMUP
     towards: UpdateFn = getattr(direction, f"{phase.value}_update")
-    step: UpdateFn = getattr(then, f"{phase.value}_update")
+    # What rounding drops is of the update that is added, so the correction comes in front of it.
+    end = len(whole.links) - (bool(then.links) and any(getattr(rule, "last", False) for rule in _all_rules(then)))
+    step: UpdateFn = getattr(chain(*whole.links[cut:end]), f"{phase.value}_update")
+    finish: UpdateFn = getattr(chain(*whole.links[end:]), f"{phase.value}_update")
     rates = [rule.lr for rule in rules_in(step) if isinstance(rule, Rate)]
 
     exact = all(isinstance(rule, Average) and rule.codec is None for rule, _ in links_of(towards))
@@ -231,7 +234,7 @@ def _late(tx: Transform, correction: float) -> Transform:
         is_there = read(state.there)
         if is_there is False:
             return params, left
-        moves, rest = step(state.arrived, state.inner[cut:], params)
+        moves, rest = step(state.arrived, state.inner[cut:end], params)
         moves = last = tree.map(lambda u, old: u.to(old.dtype), moves, state.arrived)
         if correction:
             extra = apply(rules.plus, (moves, state.last), -1.0)  # u_t - u_{t-1}
@@ -239,9 +242,10 @@ def _late(tx: Transform, correction: float) -> Transform:
             # In a pass of its own: as a factor of `plus`, a number that lies on a device would be waited for.
             extra = apply(rules.scaled, (extra,), correction * corrects.to(torch.float32), wide=True)
             moves = apply(rules.plus, (moves, extra), 1.0, wide=True)
+        moves, tail = finish(moves, state.inner[end:], params)
         new = apply_updates(params, moves)
         taken = left._replace(
-            inner=(*state.inner[:cut], *rest), last=last if correction else (), follows=torch.ones_like(no)
+            inner=(*state.inner[:cut], *rest, *tail), last=last if correction else (), follows=torch.ones_like(no)
         )
         if is_there:
             return new, taken
