@@ -200,7 +200,7 @@ def on_processes(compile: bool) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.reliability)])
 def test_processes_count_what_the_simulation_counts(compile):
     outcomes = ranks.run(2, on_processes, compile)
     for name, sent, messages in outcomes[0]:

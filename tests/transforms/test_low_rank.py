@@ -85,6 +85,7 @@ def naive(g: Tensor, e: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return p @ q.T, c - p @ q.T, q
 
 
+@pytest.mark.reliability
 def test_errors_stay_bounded_over_two_thousand_small_steps():
     """Two ranks whose data differ: by the papers' rule what differs is added up for ever.
 

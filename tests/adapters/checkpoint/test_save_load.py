@@ -75,7 +75,7 @@ def continued(folder: str, name: str, phase: Phase) -> list[str]:
     return wrong
 
 
-OF_EACH_KIND = ("onebit_adam", "onebit_lamb", "muon, int8", "zero_one_adam", "loco_adamw", "sharded_onebit_adam")
+OF_EACH_KIND = ("onebit_adam", "muon, int8", "zero_one_adam", "loco_adamw")
 CASES = tuple((o.name, phase) for o in OPTIMIZERS if o.name in OF_EACH_KIND for phase in o.phases)
 
 

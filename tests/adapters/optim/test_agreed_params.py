@@ -36,12 +36,8 @@ def in_parts(lr: Any, axis: str) -> fn.Transform:
 
 METHODS: dict[str, tuple[Any, Any, torch.dtype]] = {
     "diloco": (fn.diloco, fn.every(4, start=2), torch.float32),
-    "bfloat16": (fn.diloco, fn.every(4), torch.bfloat16),
     "store in float16": (partial(chains.diloco, store=torch.float16), fn.every(4, start=2), torch.float32),
-    "store on the host": (partial(chains.diloco, store="cpu"), fn.every(4), torch.float32),
     "fragments": (partial(chains.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2), torch.float32),
-    "delay": (fn.diloco, fn.every(4, delay=3), torch.float32),
-    "signs": (partial(fn.diloco, codec=fn.sign()), fn.every(4), torch.float32),
     "partition": (in_parts, fn.every(4), torch.float32),
     "0/1 Adam": (fn.zero_one_adam, fn.zero_one_schedule(3, 2, 2, 4), torch.float32),
     "1-bit Adam": (fn.onebit_adam, fn.freeze_after(2), torch.float32),

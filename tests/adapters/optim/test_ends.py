@@ -55,15 +55,15 @@ def sending(elements: int = 100) -> fn.Optimizer:
 
 
 def dropped() -> list[tuple[int, int, int]]:
-    """Return the numbers of process groups, descriptors and threads after 2 optimizers and after 12."""
+    """Return the numbers of process groups, descriptors and threads after 2 optimizers and after 6."""
     found = []
-    for count in range(12):
+    for count in range(6):
         opt = sending()
         if dist.get_rank() or count % 2:  # collected before its mean has come, at other times on the other rank
             opt.state_dict()
         del opt
         gc.collect()
-        if count in (1, 11):
+        if count in (1, 5):
             sending().state_dict()  # the thread is done with all that came before
             found.append((len(_world.pg_map), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return found

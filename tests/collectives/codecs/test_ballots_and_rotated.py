@@ -23,9 +23,7 @@ def voted(x: Tensor, codec: fn.Codec, *, servers: bool = True) -> Tensor:
     return fn.simulate(on_rank, "data", len(x), in_dims=0, out_dims=None)(x)
 
 
-@pytest.mark.parametrize("codec", [
-    fn.ballots(), fn.rotated(fn.int4()), fn.rotated(fn.sign(), 8), fn.rotated(fn.top_k(4, 32)),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("codec", [fn.ballots(), fn.rotated(fn.top_k(4, 32))], ids=repr)
 def test_they_conform(codec: fn.Codec) -> None:
     report = fn.testing.check_codec(codec)
     assert report, report

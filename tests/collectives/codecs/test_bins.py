@@ -22,7 +22,7 @@ def arrived(codec, x):
     return row.decode(row.encode(torch.nn.functional.pad(x, (0, pad))[None]))[0, :n]
 
 
-@pytest.mark.parametrize("codec", [BINS[0], *FLOATS[::2]], ids=repr)
+@pytest.mark.parametrize("codec", [BINS[0], FLOATS[0]], ids=repr)
 def test_bins_and_floats_conform(codec):
     report = fn.testing.check_codec(codec)
     assert report, report

@@ -27,9 +27,8 @@ CODECS = {
 SIZES = [0, 1, 7, 1009, 1023]
 
 
-@pytest.mark.parametrize("name", ["sign", "a part of a block"])
-def test_top_k_conforms(name):
-    report = fn.testing.check_codec(CODECS[name]())
+def test_top_k_conforms():
+    report = fn.testing.check_codec(CODECS["sign"]())
     assert report, report
 
 
