@@ -178,7 +178,7 @@ def nanochat(
     directions: fn.Transform = fn.partition({"muon": matrices, "other": other}, named)
 
     def costs(params: Tree) -> Tree:
-        pairs = named(params), newton_schulz_costs(params), params
+        pairs = named(params), newton_schulz_costs(params, flatten=False), params
         return tree.map(lambda label, cost, p: cost if label == "muon" else p.numel(), *pairs)
 
     def by_shape(updates: Tree, params: Tree) -> Tree:

@@ -90,3 +90,17 @@ def test_in_codes_it_ends_near_exact_steps() -> None:
 def test_what_is_wrong_is_named(make: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_matrices_of_a_stack_cost_their_owners_what_they_cost_muons() -> None:
+    params = [torch.zeros(2, 16, 16), torch.zeros(32, 16), torch.zeros(16, 16), torch.zeros(16, 16), torch.zeros(700)]
+    plans = []
+
+    def on_rank(x: Tensor) -> Tensor:
+        for make in (fn.muon, fn.contrib.nanochat):
+            state = make(axis="data", labels=["hidden"] * 4 + ["other"]).init(params)
+            plans.append(roles.find(state, "plan")[0].tolist())
+        return x
+
+    fn.simulate(on_rank, "data", 3)(torch.zeros(3))
+    assert plans[0] == plans[1]

@@ -90,7 +90,7 @@ def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any
     use(rows)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
-    for hyper in BY_NAME[name]:
+    for hyper in BY_NAME[name][:: 1 if rows == "numba" and dist.get_world_size() > 1 else 4]:
         schedule = fn.freeze_after(3)
         given = dict(hyper)
         make = partial(given.pop("make", getattr(chains, name)), axis="data", **given)
@@ -140,7 +140,8 @@ def count_means():
     ("world", "rows"), [(1, "numba"), (3, "numba"), (2, "torch")]
 )
 def test_a_step_in_place_is_the_pure_step(world, rows):
-    check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
+    cases = CASES if (world, rows) == (3, "numba") else CASES[::4]
+    check_cases(cases, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
 
 
 def test_a_step_that_overflows_is_at_the_clamp_in_place():

@@ -41,7 +41,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 @interpreted
 @pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_encode_feedback_', 'sign_residual', "
                                  "'sign_residual_', 'sign_serve'",
@@ -49,6 +49,7 @@ interpreted = pytest.mark.skipif(
                                  "'quantize', 'quantize_feedback', 'dequantize', 'dequantize_mean', "
                                  "'quantize_fp8', 'dequantize_fp8'"])  # fmt: skip
 def test_the_row_conforms_in_the_interpreter(ops):
+    """What is shorter, `test_triton_lists` asks: all known answers."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     code = [sys.executable, "-W", "ignore::RuntimeWarning", "-c", CONFORMS.format(ops=ops)]
     found = subprocess.run(code, env=env, capture_output=True, text=True, check=False)
