@@ -112,6 +112,10 @@ def optimizer(
     with Binding({**current_binding().axes, axis: _axis(1, 0, ALONE)}):
         opt = Islands(params, partial(make, axis=axis), schedule=schedule, **more)
     check(opt, axis)
+    # An exchange with itself, written nowhere: in its first one others would wait while this island loads kernels.
+    itself = register("an island by itself", Transport(torch.clone, lambda x: torch.stack([x, x]), torch.clone))
+    with torch.no_grad(), Binding({**opt.binding.axes, axis: _axis(2, 0, itself)}):
+        stage_exchange(opt, Round(0, 0))
     opt.pace, opt.given, opt.late = Pace(device_of(opt)), given_to(opt), late
     opt.manager, opt.islands, opt.ranks, opt.tokens = manager, axis, ranks, tokens
     # What torchft itself sends to an island that is behind says no more than that it is.
