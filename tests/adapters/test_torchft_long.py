@@ -10,13 +10,14 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,20 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "island_run.py"
 ISLANDS, RANKS, EVERY = 3, 2, 10
 LOST_MACHINE = "lost machine"
+HERE, AWAY = "198.18.231.1", ("ip", "netns", "exec", "fn-away")
+"""The address of this machine on its link to a network of its own, and what runs a program there."""
 MINUTES = float(os.environ.get("ISLANDS_MINUTES", 1))
 
 
 class Run:
     """A lighthouse and islands, all of them programs that somebody types.
 
-    least: islands that an exchange waits for. words: a script and its flags; else that of this module.
+    least: islands that an exchange waits for. words: a script and its flags; else that of this module. away: whether
+    the last island is in the network of its own.
     """
 
-    def __init__(self, folder: Path, least: int = 1, words: Sequence[str] = ()):
-        self.folder, self.words = folder, words
+    def __init__(self, folder: Path, least: int = 1, words: Sequence[str] = (), away: bool = False):
+        self.folder, self.words, self.away = folder, words, away
         folder.mkdir()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -66,8 +70,9 @@ class Run:
     def type(self, name: int | str, *words: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         with open(self.folder / f"log-{name}", "ab") as log:
+            line = [*AWAY * (self.away and name == ISLANDS - 1), sys.executable, "-m", "fn", *words]
             self.programs[name] = subprocess.Popen(
-                [sys.executable, "-m", "fn", *words], env=environment, stdout=log, stderr=log, start_new_session=True
+                line, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     def light(self, *words: str) -> None:
@@ -77,7 +82,7 @@ class Run:
 
     def launch(self, island: int) -> None:
         """Start an island."""
-        there = ["--lighthouse", f"localhost:{self.port}", "--ranks", str(RANKS)]
+        there = ["--lighthouse", f"{HERE if self.away else 'localhost'}:{self.port}", "--ranks", str(RANKS)]
         mine = [str(SCRIPT), "--island", str(island), "--islands", str(ISLANDS), "--folder", str(self.folder)]
         self.type(island, "island", *there, *(self.words or mine))
 
@@ -106,12 +111,12 @@ class Run:
         there = {name for name, state in self.states().items() if state["pid"] not in self.old}
         return {island for island in range(ISLANDS) if all((island, rank) in there for rank in range(RANKS))}
 
-    def wait(self, what: str, until: Callable[[], bool]) -> None:
-        end = time.monotonic() + LIMIT
+    def wait(self, what: str, until: Callable[[], bool], limit: float = LIMIT) -> None:
+        end = time.monotonic() + limit
         while not until():
             if time.monotonic() > end:
                 tails = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("log-*"))]
-                pytest.fail(f"{what}: not in {LIMIT} s; {self.states()}\n" + "\n".join(tails))
+                pytest.fail(f"{what}: not in {limit:.0f} s; {self.states()}\n" + "\n".join(tails))
             time.sleep(0.1)
 
     def finish(self, steps: int) -> list[Any]:
@@ -119,7 +124,7 @@ class Run:
         (self.folder / ".stop").write_text(str(steps))
         (self.folder / ".stop").rename(self.folder / "stop")
         names = [f"end-{island}-{rank}" for island in range(ISLANDS) for rank in range(RANKS)]
-        self.wait("the end", lambda: all((self.folder / name).exists() for name in names))
+        self.wait("the end", lambda: all((self.folder / name).exists() for name in names), LIMIT + steps)
         return [self.read(name) for name in names]
 
 
@@ -138,7 +143,7 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
-def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
+def test_islands_with_every_fault_train_as_well_as_others(tmp_path, monkeypatch):
     """Each fault once, and more of them at random until `MINUTES` are over."""
     draw, injected = random.Random(0), Counter[str]()
     names = [*FAULTS, LOST_MACHINE]
@@ -162,6 +167,7 @@ def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
             print(f"{fault}: all are back after {time.monotonic() - began:.0f} s", flush=True)
         told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
     steps = told[0]["steps"]
+    monkeypatch.setenv("REST", "0")  # nobody is behind, so the cores may all be used
     with Run(tmp_path / "undisturbed", ISLANDS) as run:
         others = run.finish(steps)
     for ends in (told, others):
@@ -173,8 +179,8 @@ def test_islands_with_every_fault_train_as_well_as_others(tmp_path):
     assert disturbed < 1.02 * undisturbed
 
 
-def test_what_a_kill_a_minute_costs_is_told(tmp_path):
-    """How much depends on the machine, whose cores six ranks share: docs/reliability.md has what was measured."""
+def test_with_a_kill_a_minute_most_steps_count(tmp_path):
+    """On a machine whose cores have nothing else to do it is 90 %: docs/reliability.md."""
     with Run(tmp_path / "run") as run:
         run.wait("the start", lambda: len(run.present()) == ISLANDS)
         for number in range(max(2, int(MINUTES))):
@@ -186,7 +192,8 @@ def test_what_a_kill_a_minute_costs_is_told(tmp_path):
     print(f"a kill each 60 s: goodput {told[0]['goodput']}")
     assert len({(end["steps"], end["anchor"]) for end in told}) == 1
     could, entered, *_, absent = told[0]["parts"]
-    assert entered < could - absent < could
+    assert absent
+    assert entered >= 0.7 * could
 
 
 def test_a_lighthouse_is_started_again(tmp_path):
@@ -197,6 +204,42 @@ def test_a_lighthouse_is_started_again(tmp_path):
         before = max(state["steps"] for state in run.states().values())
         run.light("--islands", str(ISLANDS))
         run.wait("three rounds", lambda: min(s["steps"] for s in run.states().values()) > before + 3 * EVERY)
+        told = run.finish(max(state["steps"] for state in run.states().values()) + 2 * EVERY)
+    assert len({(end["steps"], end["anchor"]) for end in told}) == 1
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> Iterator[Callable[[str], Any]]:
+    """Make a network of its own behind a link to `HERE`, for the time of a test; return `ip` in it."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("only root can cut a link")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of other tests: the loopback interface
+
+    def ip(words: str) -> Any:
+        return subprocess.run(["ip", *words.split()], check=True)
+
+    ip("netns add fn-away")
+    try:
+        ip("link add fn-here type veth peer name fn-there netns fn-away")
+        for place, device, address in (("", "fn-here", HERE), ("-n fn-away ", "fn-there", "198.18.231.2")):
+            ip(f"{place}addr add {address}/24 dev {device}")
+            ip(f"{place}link set {device} up")
+        ip("-n fn-away link set lo up")
+        yield lambda words: ip(f"-n fn-away {words}")
+    finally:
+        ip("netns del fn-away")
+
+
+def test_an_island_whose_link_is_cut_is_left_out_and_healed_once_it_is_back(tmp_path, elsewhere):
+    """Nothing answers, and nothing says so: what it sends goes to an address that nobody has."""
+    with Run(tmp_path / "run", away=True) as run:
+        run.wait("the start", lambda: len(run.present()) == ISLANDS)
+        elsewhere(f"neigh replace {HERE} lladdr 02:00:00:00:00:01 dev fn-there nud permanent")
+        run.wait("two islands", lambda: run.states()[0, 0]["islands"] == 2)
+        before = run.states()[0, 0]["steps"]
+        run.wait("three rounds", lambda: run.states()[0, 0]["steps"] > before + 3 * EVERY)
+        elsewhere(f"neigh del {HERE} dev fn-there")
+        run.wait("three islands", lambda: run.states()[0, 0]["islands"] == ISLANDS)
         told = run.finish(max(state["steps"] for state in run.states().values()) + 2 * EVERY)
     assert len({(end["steps"], end["anchor"]) for end in told}) == 1
 

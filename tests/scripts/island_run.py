@@ -30,8 +30,9 @@ from train_lm import Transformer, cut, loss_of, read_standard_library
 
 EVERY = 10
 CONTEXT, BATCH = 64, 4
-PACE = 0.2
+REST = float(os.environ.get("REST", 0.2))
 """Seconds that a rank rests in each step."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -72,7 +73,7 @@ def main() -> None:
         loss_of(ranks, cut(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw), CONTEXT)).backward()
         opt.step()
         opt.zero_grad()
-        time.sleep(PACE)  # or the islands that are left would take most of the steps, with the processor for themselves
+        time.sleep(REST)  # or the islands that are left would take most of the steps, with the processor for themselves
         taken, written = manager.current_step() > written, manager.current_step()
         here = {"pid": os.getpid(), "steps": opt.steps, "round": written, "islands": manager.num_participants()}
         write(f"rank-{args.island}-{rank}", here)
