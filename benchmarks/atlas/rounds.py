@@ -35,7 +35,7 @@ from tqdm import tqdm
 import fn
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas.methods import ADAM, labels
-from benchmarks.atlas.paired import difference
+from benchmarks.atlas.paired import difference, rate_at
 from benchmarks.atlas.summary import Row
 from benchmarks.atlas.tasks import Params, Task, language_model, rate
 from benchmarks.atlas.train import finite
@@ -70,9 +70,14 @@ class Run(NamedTuple):
         return Cell(*self[:4])
 
 
+_muloco = partial(fn.muloco, labels=labels, weight_decay=0.1)
+
 METHODS: dict[str, Callable[..., fn.Transform]] = {
     "diloco": partial(fn.diloco, **ADAM),
-    "muloco": partial(fn.muloco, labels=labels, weight_decay=0.1),
+    "muloco": _muloco,
+    "muloco, int8": partial(_muloco, codec=fn.int8()),
+    "muloco, int4": partial(_muloco, codec=fn.int4()),
+    "muloco, 2 bits": partial(_muloco, codec=fn.bins(4, 6)),
 }
 """(lr, axis, outer_lr, outer_momentum) -> transform."""
 
@@ -163,6 +168,9 @@ SETTINGS = ((1.0, 0.0), (1.5, 0.0), (1.0, 0.3), (1.0, 0.6), (0.9, 0.6), (0.9, 0.
 
 CHOOSING, SEEDS = (0,), (31, 32, 33, 34)
 
+EXACT = tuple(rate_at(3e-3, place) for place in (1, 2, 3))
+"""Muon's rates that are tried; the atlas chose the second one."""
+
 LANES = 64
 """Workers of all runs that are trained at once; more are hardly faster."""
 
@@ -173,9 +181,11 @@ def cells(method: str) -> list[Cell]:
     return sorted(grid, key=lambda cell: (cell.rounds * cell.h, cell.workers))
 
 
-def losses(rows: Sequence[Row], cell: Cell, setting: tuple[float, float], split: str) -> dict[int, float]:
+def losses(
+    rows: Sequence[Row], cell: Cell, setting: tuple[float, float], split: str, lr: float = LR
+) -> dict[int, float]:
     """Return the losses of a cell's runs with an outer rate and momentum, by seed; NaN where one diverged."""
-    own = [row for row in rows if (*cell, LR, *setting) == tuple(row[k] for k in Run._fields if k != "seed")]
+    own = [row for row in rows if (*cell, lr, *setting) == tuple(row[k] for k in Run._fields if k != "seed")]
     return {row["seed"]: math.nan if row[split] is None else row[split] for row in own}
 
 
@@ -213,10 +223,43 @@ def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool) -> Iterator
         yield from (missing[k : k + most] for k in range(0, len(missing), most))
 
 
+def exact_runs(rows: Sequence[Row], rounds: int, h: int) -> dict[str, list[Run]]:
+    """Return the runs of exact Muon, which is the outer average of one worker, and of MuLoCo in codes with 8 workers.
+
+    Args: rows: in which Muon's rate is chosen; before it is, only the runs that choose it are returned.
+    """
+    cell = Cell("muloco", rounds, h, 1)
+    found = {lr: losses(rows, cell, (1.0, 0.0), "tuning", lr).get(CHOOSING[0], math.inf) for lr in EXACT}
+    if math.inf in found.values():
+        return {"muon": [Run(*cell, CHOOSING[0], lr, 1.0, 0.0) for lr in EXACT]}
+    best = min(found, key=lambda lr: found[lr])
+    runs = {"muon": [Run(*cell, seed, best, 1.0, 0.0) for seed in SEEDS]}
+    for name in (name for name in METHODS if name not in RULES or name == "muloco"):
+        runs[name] = [Run(name, rounds, h, WORKERS[-1], seed, LR, *OF_MULOCO(rounds)) for seed in SEEDS]
+    return runs
+
+
+def beside_exact(rows: Sequence[Row]) -> str:
+    """Return how far MuLoCo with 8 workers, in codes too, is from exact Muon."""
+    names, lines = [name for name in METHODS if name.startswith("muloco")], []
+    for rounds in ROUNDS:
+        for h in LENGTHS:
+            runs = exact_runs(rows, rounds, h)
+            by_name = {
+                name: losses(rows, own[0].cell, own[0][-2:], "loss", own[0].lr) for name, own in runs.items()
+            }
+            base = {seed: loss for seed, loss in by_name["muon"].items() if seed in SEEDS}
+            if base:
+                gaps = [difference(by_name.get(name, {}), base) for name in names]
+                spelt = ["" if gap is None else gap.bold() for gap in gaps]
+                lines.append([str(rounds), str(h), f"{statistics.fmean(base.values()):.3f}", *spelt])
+    return markdown(" | ".join(["rounds", "H", "exact Muon", *names]), lines)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Return what each cell chose, and how far the others' losses are from that on fresh seeds."""
     lines = []
-    for cell in (cell for method in METHODS for cell in cells(method)):
+    for cell in (cell for method in RULES for cell in cells(method)):
         if (best := chosen(rows, cell)) is None:
             continue
         compared = contenders(rows, cell)
@@ -228,14 +271,14 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     names = ["method", "rounds", "H", "workers", "tuned", "its loss", "`rounds=`", "default", "the paper's"]
-    return f"{markdown(' | '.join(names), lines)}\n\n{tried(rows)}"
+    return "\n\n".join([markdown(" | ".join(names), lines), tried(rows), beside_exact(rows)])
 
 
 def tried(rows: Sequence[Row]) -> str:
     """Return how far each outer rate and momentum is from the best of its cell, where they are chosen."""
     settings = list(dict.fromkeys((*SETTINGS, *((row["outer_lr"], row["outer_momentum"]) for row in rows))))
     lines = []
-    for cell in (cell for method in METHODS for cell in cells(method)):
+    for cell in (cell for method in RULES for cell in cells(method)):
         own = {s: losses(rows, cell, s, "tuning") for s in settings}
         means = {s: statistics.fmean(x[seed] for seed in CHOOSING) for s, x in own.items() if {*CHOOSING} <= x.keys()}
         if means:
@@ -253,7 +296,8 @@ def main() -> None:
     add("--hours", type=float, default=math.inf, metavar="X", help="begin no group of runs after so many hours")
     add("--show", action="store_true", help="take no runs")
     add("--fresh", action="store_true", help="only the runs of the seeds that the table shows, of cells that chose")
-    add("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD")
+    add("--methods", nargs="+", choices=list(RULES), default=list(RULES), metavar="METHOD")
+    add("--exact", action="store_true", help="instead of the grid, MuLoCo in codes beside exact Muon, with 8 workers")
     add("--rounds", nargs="+", type=int, default=list(ROUNDS), metavar="N", help="cells of so many rounds")
     add("--steps", nargs="+", type=int, default=list(LENGTHS), metavar="H", help="cells of so many steps a round")
     add("--workers", nargs="+", type=int, default=list(WORKERS), metavar="W", help="cells of so many workers")
@@ -264,7 +308,14 @@ def main() -> None:
         cell for method in args.methods for cell in cells(method)
         if cell.rounds in args.rounds and cell.h in args.steps and cell.workers in args.workers
     ]
-    for fresh in (False, True):
+    for rounds, h in ((n, h) for n in args.rounds for h in args.steps if args.exact):
+        for _ in range(2):  # the second time with the rate that the first chose
+            done = {tuple(row[name] for name in Run._fields) for row in rows}
+            for own in exact_runs(rows, rounds, h).values():
+                if (group := [run for run in own if run not in done]) and time.monotonic() < end:
+                    rows += train(group)
+                    atlas.write(args.json, rows)
+    for fresh in (False, True) if not args.exact else ():
         if args.show or (args.fresh and not fresh):
             continue
         for group in tqdm(list(groups(rows, wanted, fresh))):
