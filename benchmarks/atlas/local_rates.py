@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 import fn
@@ -40,18 +39,12 @@ class Setting(NamedTuple):
 
     make: Callable[[], Task]
     steps: int
-    labels: Callable[[Any], Any]
-
-
-def of_model(make: Callable[[], nn.Module]) -> Callable[[Any], Any]:
-    """Return `fn.labels_of` a model."""
-    found = fn.labels_of(make())
-    return lambda params: found
+    labels: Any
 
 
 TASKS = {
-    "names": Setting(partial(first_hour.names, 32), first_hour.STEPS, of_model(first_hour.Names)),
-    "moved digits": Setting(partial(first_hour.digits, 64), first_hour.STEPS, of_model(first_hour.MOVED)),
+    "names": Setting(partial(first_hour.names, 32), first_hour.STEPS, fn.labels_of(first_hour.Names())),
+    "moved digits": Setting(partial(first_hour.digits, 64), first_hour.STEPS, fn.labels_of(first_hour.MOVED())),
     "language model": Setting(language_model, 400, labels),
 }
 
