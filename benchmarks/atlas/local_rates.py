@@ -48,7 +48,7 @@ TASKS = {
     "language model": Setting(language_model, 400, labels),
 }
 
-START = {"diloco": 3e-3, "sparse_loco": 3e-3, "muloco": 3e-3, "local_sgd": 0.1}
+START = {"diloco": 3e-3, "sparse_loco": 3e-3, "muloco": 3e-3, "local_sgd": 0.1, "local_sgd, momentum 0.9": 0.1}
 """Methods, and the rates that their searches begin at."""
 
 WORKERS, CHOOSING, SEEDS = 4, 0, (1, 2, 3)
@@ -56,9 +56,8 @@ WORKERS, CHOOSING, SEEDS = 4, 0, (1, 2, 3)
 
 def as_it_comes(method: str, task: str, lr: Any, axis: str, outer_lr: float, outer_momentum: float) -> fn.Transform:
     """Return a method with no argument but its rate."""
-    more = {"labels": TASKS[task].labels} if method == "muloco" else {}
-    made: fn.Transform = getattr(fn, method)(lr, axis=axis, **more)
-    return made
+    more = {"labels": TASKS[task].labels} if method == "muloco" else {"momentum": 0.9} if "momentum" in method else {}
+    return first_hour.named(method)(lr, axis=axis, **more)
 
 
 def train(runs: Sequence[Run], task: str) -> list[Row]:
