@@ -118,13 +118,14 @@ def main() -> None:
     path = Path("benchmarks/results/local_rates.json")
     parser.add_argument("--json", type=Path, default=path, metavar="FILE", help="where rows are kept")
     parser.add_argument("--hours", type=float, default=math.inf, metavar="X", help="begin no runs after so many hours")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
     parser.add_argument("--search", action="store_true", help="only the runs that choose rates")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows, end = atlas.read(args.json), time.monotonic() + 3600 * args.hours
     bar = tqdm(desc="groups of runs")
     for searching in (True, False)[: 1 if args.search else 2]:
-        for task in TASKS:
+        for task in args.tasks:
             for method in START:
                 while time.monotonic() < end and (group := missing(rows, task, method)):
                     if searching and group[0].seed != CHOOSING:
