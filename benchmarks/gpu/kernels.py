@@ -118,7 +118,7 @@ def signs(n: int, device: torch.device) -> dict[str, Any]:
         "sign encode with feedback": lambda: ops.sign_encode_feedback(x, buffer, one, valid, [1, n]),
         "sign encode with feedback, in place": lambda: ops.sign_encode_feedback_(over, buffer, one, valid, [1, n]),
         "sign server half, W = 2": lambda: ops.sign_serve(bits, each, shard, one, part, [1, half]),
-        "sign decode": lambda: ops.sign_decode(whole[:, 0], one, valid, [1, n]),
+        "sign decode": lambda: ops.sign_decode_mean(whole[:, :1], one[:, None], valid, [1, n]),
         "sign decode, mean of W = 2": lambda: ops.sign_decode_mean(whole, each, valid, [1, n]),
     }
 
@@ -131,7 +131,7 @@ def integers(n: int, device: torch.device) -> dict[str, Any]:
     for width in (8, 4):
         codes, scales = ops.quantize(x, *place, width)
         found[f"int{width} encode"] = partial(ops.quantize, x, *place, width)
-        found[f"int{width} decode"] = partial(ops.dequantize, codes, scales, *place, width)
+        found[f"int{width} decode"] = partial(ops.dequantize_mean, codes[:, None], scales[:, None], *place, width)
     error, factors = ops.quantize(x, *place, 8)
     found["int4 encode with 8-bit errors"] = partial(ops.quantize_feedback, x, error, factors, BETA, *place, 4)
     return found

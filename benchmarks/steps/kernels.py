@@ -94,14 +94,14 @@ def contenders(n: int, compiler: bool, device: torch.device) -> dict[str, Callab
         "textbook serve": Lazy(lambda e: textbook.serve(bits, scales, e)[2:], error[:shard]),
         "server half, W = 2, lazy": Lazy(serve, error[None, :shard], one),
         "textbook decode": lambda: textbook.decode(bits, scales),
-        "decode": lambda: ops.sign_decode(bits, scales[:, None], part.expand(RANKS, 1), [1, shard]),
+        "decode": lambda: ops.sign_decode_mean(bits[:, None], scales[:, None, None], part.expand(RANKS, 1), [1, shard]),
         "textbook int4": Lazy(lambda e, s: textbook.int4_with_8bit_error(x, e, s, BETA, BLOCK)[2:],
                               codes.view(-1, BLOCK), factors.view(-1, 1)),
         "int4 with 8-bit errors": Lazy(int4, codes, factors),
         "textbook int8": lambda: textbook.quantize(x, 8, BLOCK),
         "int8 encode": lambda: ops.quantize(row, blocks, runs, 8),
         "textbook int8 decode": lambda: textbook.dequantize(codes.view(-1, BLOCK), factors.view(-1, 1)),
-        "int8 decode": lambda: ops.dequantize(codes, factors, blocks, runs, 8),
+        "int8 decode": lambda: ops.dequantize_mean(codes[:, None], factors[:, None], blocks, runs, 8),
     }  # fmt: skip
     if device.type == "cpu":
         found["np.packbits alone"] = lambda: np.packbits((x >= 0).numpy(), bitorder="little")

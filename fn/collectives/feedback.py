@@ -378,8 +378,8 @@ def to_blocks(vector: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """Return the vector (n,) of codes and scales, in the dtype of the scales."""
-    # (n,) -> (1, n) -> (n,)
-    vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_tiled(codes, block), 8)
+    # (n,) -> (1, 1, n) -> (n,)
+    vector: Tensor = torch.ops.fn.dequantize_mean(codes[None, None], scales[None, None], *_tiled(codes, block), 8)
     return vector[0]
 
 

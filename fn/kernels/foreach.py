@@ -83,18 +83,19 @@ def quantize_feedback(
 ) -> Any:
     """See `reference.codes.quantize_feedback`, for half precision above all, which fused kernels leave to this row.
 
-    The device's own `quantize` and `dequantize` do most of it. What the reference rounds to the dtype of x on the way
-    is rounded here by copies into memory of the pool: fresh memory would take longer than the arithmetic.
+    The device's own `quantize` and `dequantize_mean` do most of it. What the reference rounds to the dtype of x on the
+    way is rounded here by copies into memory of the pool: fresh memory would take longer than the arithmetic.
     """
 
     def rounded(wide: Tensor) -> Tensor:
         return memory_pool.empty(x.shape, x.dtype, x.device).copy_(wide)
 
-    wide = ops.direct("dequantize", error, error_scales, valid, runs, 8)
+    # (R, ...) -> (R, 1, ...): a mean of one message
+    wide = ops.direct("dequantize_mean", error[:, None], error_scales[:, None], valid, runs, 8)
     e = rounded(wide)
     h = torch.add(x, e, out=memory_pool.empty(x.shape, x.dtype, x.device))
     codes, scales = ops.direct("quantize", h, valid, runs, width)
-    lost = ops.direct("dequantize", codes, scales, valid, runs, width)
+    lost = ops.direct("dequantize_mean", codes[:, None], scales[:, None], valid, runs, width)
     # In place on what was decoded: h - D(q), of which D(q) is rounded first, as the reference rounds it.
     lost.copy_(rounded(lost)).neg_().add_(h)
     kept = wide.copy_(e).mul_(beta).add_(lost.mul_(1.0 - beta))

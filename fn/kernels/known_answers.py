@@ -84,14 +84,15 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, n or _N), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH
     ],
-    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH],
-    "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)],
+    "sign_decode_mean": lambda: [
+        (_bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), *_rows(n))
+        for ranks, n in ((3, _N), (3, _WHOLE), (1, None))
+    ],
     "quantize": lambda: [(_wave(2, _N), *_rows(), w) for w in (4, 8)],
     "quantize_feedback": lambda: [
         (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, *_rows(), w)
         for w in (4, 8)
     ],
-    "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), *_rows(), w) for w in (4, 8)],
     "quantize_fp8": lambda: [(_wave(2, _N), *_rows(), m) for m in (3, 2)],
     "dequantize_fp8": lambda: [
         (finite_fp8(_bytes(2, ranks, _N)), _wave(2, ranks, _S).abs(), *_rows(), m) for m, ranks in ((3, 3), (2, 1))
@@ -129,7 +130,9 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "largest_magnitude": lambda: [
         ([_wave(n) for n in (22, 4099, 5)],), ([_wave(77), -9 * _wave(3), _wave(64)],), ([_wave(40), -9 * _wave(40)],)
     ],
-    "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), *_rows(), w) for w in (4, 8)],
+    "dequantize_mean": lambda: [
+        (_codes(w, 2, ranks), _wave(2, ranks, _S).abs(), *_rows(), w) for w in (4, 8) for ranks in (1, 3)
+    ],
 }
 _EXAMPLES |= {f"{op}_": _EXAMPLES[op] for op in ("sign_encode_feedback", "sign_residual")}
 

@@ -19,12 +19,10 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_SEGMENTS}) -> ()",
         "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
         "(Tensor, Tensor, Tensor)",
-        "sign_decode": f"(Tensor bits, Tensor scales, {_SEGMENTS}) -> Tensor",
         "sign_decode_mean": f"(Tensor bits, Tensor scales, {_SEGMENTS}) -> Tensor",
         "quantize": f"(Tensor x, {_SEGMENTS}, int width) -> (Tensor, Tensor)",
         "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_SEGMENTS}, int width) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
-        "dequantize": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
         "dequantize_mean": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
         "quantize_fp8": f"(Tensor x, {_SEGMENTS}, int mantissa) -> (Tensor, Tensor)",
         "dequantize_fp8": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int mantissa) -> Tensor",

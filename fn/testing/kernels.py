@@ -254,13 +254,11 @@ def arguments(
             integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
             scales(2, segments), *segmented,
         ),
-        "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *segmented),
         "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *segmented),
         "quantize": lambda: (numbers(dtype, 2, n), *segmented, width),
         "quantize_feedback": lambda: (
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *segmented, width,
         ),
-        "dequantize": lambda: (coded[:, 0], scales(2, segments), *segmented, width),
         "quantize_fp8": lambda: (numbers(dtype, 2, n), *segmented, 2 if strided else 3),
         "dequantize_fp8": lambda: (
             known_answers.finite_fp8(integers(torch.uint8, 2, 3, n)), scales(2, 3, segments), *segmented,

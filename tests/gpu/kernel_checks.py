@@ -96,7 +96,8 @@ def huge_signs(device: torch.device, n: int = HUGE) -> str | None:
     x = _numbers(n, device)
     valid, runs = torch.tensor([[n]], device=device), [1, n]
     bits, squares = torch.ops.fn.sign_encode(x, valid, runs)
-    signs = torch.ops.fn.sign_decode(bits, torch.full((1, 1), 0.5, device=device), valid, runs)
+    scales = torch.full((1, 1, 1), 0.5, device=device)
+    signs = torch.ops.fn.sign_decode_mean(bits[:, None], scales, valid, runs)
     total = sum(float(x[0, piece].double().square().sum()) for piece in _pieces(n))
     if abs(float(squares) / total - 1) > 1e-6:
         return f"the sum of squares is {float(squares)}, but {total} was expected"
@@ -113,7 +114,7 @@ def huge_integers(device: torch.device, n: int = HUGE, width: int = 8) -> str | 
     segments = n // BLOCK
     valid, runs = torch.full((1, segments), BLOCK, device=device), [segments, BLOCK]
     codes, scales = torch.ops.fn.quantize(x, valid, runs, width)
-    back = torch.ops.fn.dequantize(codes, scales, valid, runs, width)
+    back = torch.ops.fn.dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
     for piece in _pieces(n):
         few = slice(piece.start // BLOCK, piece.stop // BLOCK)
         part = (valid[:, few], [few.stop - few.start, BLOCK])
@@ -121,7 +122,8 @@ def huge_integers(device: torch.device, n: int = HUGE, width: int = 8) -> str | 
         where = slice(piece.start * width // 8, piece.stop * width // 8)
         if not (torch.equal(codes[:, where], q) and torch.allclose(scales[:, few], s, 1e-6, 0.0)):
             return f"codes or scales differ from element {piece.start} on"
-        if not torch.allclose(back[:, piece], REFERENCES["dequantize"](q, s, *part, width), 1e-5, 1e-6):
+        wanted = REFERENCES["dequantize_mean"](q[:, None], s[:, None], *part, width)
+        if not torch.allclose(back[:, piece], wanted, 1e-5, 1e-6):
             return f"what codes mean differs from element {piece.start} on"
     return None
 

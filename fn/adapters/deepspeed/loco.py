@@ -172,13 +172,13 @@ def _stage(x: Tensor, groups: int, error: StoredError | None, beta: float) -> St
     """Compensate x (n,), quantise it, and keep what was lost; the arithmetic is in float32 unless it says otherwise."""
     valid, runs = _place(x.shape[0], groups, x.device)
     if error is not None:
-        # Kernels take rows: (n,) -> (1, n), and back. Rounded to the dtype of the tensor, as there.
-        old = torch.ops.fn.dequantize(error.codes[None], error.scales[None], valid, runs, 8)[0].to(x.dtype)
+        # Rounded to the dtype of the tensor, as there.
+        old = _decoded(error.codes[None], error.scales[None], valid, runs, 8)[0].to(x.dtype)
         x = x + old
     codes, scales = torch.ops.fn.quantize(x[None], valid, runs, 4)  # (1, n / 2), (1, G)
     if error is None:
         return Stage(codes[0], scales[0], x[:0], _zero_error(0, 0, x.device))
-    sent = torch.ops.fn.dequantize(codes, scales, valid, runs, 4)[0].to(x.dtype)
+    sent = _decoded(codes, scales, valid, runs, 4)[0].to(x.dtype)
     beta = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))  # DeepSpeed's kernels take 1 - beta of that
     kept = (beta * old.float() + (1.0 - beta) * (x.float() - sent.float())).to(x.dtype)
     stored = torch.ops.fn.quantize(kept[None], valid, runs, 8)
@@ -196,8 +196,13 @@ def _decode(received: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     codes, scales = received
     valid, runs = _place(2 * codes.shape[1], scales.shape[1], codes.device)
     # valid (1, groups) -> (R, groups), without memory.
-    rows: Tensor = torch.ops.fn.dequantize(codes, scales, valid.expand(codes.shape[0], -1), runs, 4)
-    return rows.to(dtype)
+    return _decoded(codes, scales, valid.expand(codes.shape[0], -1), runs, 4).to(dtype)
+
+
+def _decoded(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Tensor:
+    # (R, ...) -> (R, 1, ...): a mean of one message
+    rows: Tensor = torch.ops.fn.dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
+    return rows
 
 
 def _add(rows: Tensor) -> Tensor:

@@ -125,7 +125,9 @@ def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
 
     def decode(payload: Ballots) -> Tensor:
         valid, runs, *_ = lay_out(payload.bits.shape[0], 8 * payload.bits.shape[1], payload.bits.device)
-        votes: Tensor = torch.ops.fn.sign_decode(payload.bits, scales_of(payload, len(valid)), valid, runs)
+        # (R, ...) -> (R, 1, ...): a mean of one message
+        one = payload.bits[:, None], scales_of(payload, len(valid))[:, None]
+        votes: Tensor = torch.ops.fn.sign_decode_mean(*one, valid, runs)
         return votes
 
     def decode_mean(payload: Ballots) -> Tensor:

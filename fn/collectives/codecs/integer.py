@@ -91,7 +91,8 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
     def decode(payload: IntPayload) -> Tensor:
         rows, n = payload.codes.shape[0], payload.codes.shape[1] * 8 // width
         cut = blocks(rows, n, payload.codes.device)
-        decoded: Tensor = torch.ops.fn.dequantize(payload.codes, payload.scales, *cut, width)
+        # (R, ...) -> (R, 1, ...): a mean of one message
+        decoded: Tensor = torch.ops.fn.dequantize_mean(payload.codes[:, None], payload.scales[:, None], *cut, width)
         return decoded
 
     def decode_mean(payload: IntPayload) -> Tensor:
@@ -144,7 +145,7 @@ def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
         codes = error.codes.view(rows, -1)
         valid, runs = blocks(*codes.shape, codes.device)
         scales = since_reset(error, rule.every).view(valid.shape)
-        plain: Tensor = torch.ops.fn.dequantize(codes, scales, valid, runs, 8)
+        plain: Tensor = torch.ops.fn.dequantize_mean(codes[:, None], scales[:, None], valid, runs, 8)
         return plain.reshape(-1)
 
     return Fused(init, accepts, encode, settle)

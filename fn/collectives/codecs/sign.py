@@ -115,8 +115,9 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
     def decode(payload: SignPayload) -> Tensor:
         # Not merged: each row comes from another rank, with a scale of its own.
         layout = lay_out(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
-        scales = payload.scales.contiguous()
-        decoded: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, layout.valid, layout.runs)
+        # (R, ...) -> (R, 1, ...): a mean of one message
+        one = payload.bits[:, None], payload.scales.contiguous()[:, None]
+        decoded: Tensor = torch.ops.fn.sign_decode_mean(*one, layout.valid, layout.runs)
         return decoded
 
     def decode_mean(payload: SignPayload) -> Tensor:

@@ -267,12 +267,6 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     return out
 
 
-def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.codes.dequantize`."""
-    # (R, ...) -> (R, 1, ...): a mean of one message
-    return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
-
-
 def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
     """See `reference.codes.quantize_fp8`."""
     return quantize(x, valid, runs, E4M3 if mantissa == 3 else E5M2)
@@ -283,5 +277,5 @@ def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[
     return dequantize_mean(codes, scales, valid, runs, E4M3 if mantissa == 3 else E5M2)
 
 
-CELLS = quantize, quantize_feedback, dequantize, dequantize_mean, quantize_fp8, dequantize_fp8
+CELLS = quantize, quantize_feedback, dequantize_mean, quantize_fp8, dequantize_fp8
 KERNELS = {f.__name__: f for f in CELLS}

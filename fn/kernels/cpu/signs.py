@@ -267,8 +267,9 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     return b, mine, sums_of(squares, runs)
 
 
-def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    at, found = block_table(runs), _single(scales)
+def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.codes.sign_decode_mean`."""
+    at, found = block_table(runs), _single(divided(scales))
     if found is None or not at.aligned:
         return NotImplemented
     out = empty((bits.shape[0], at.n), torch.float32, bits.device)
@@ -276,19 +277,8 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
     return out
 
 
-def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.codes.sign_decode`."""
-    # (R, bytes) -> (R, 1, bytes): a mean of one message
-    return _decode(bits[:, None], scales[:, None], valid, runs)
-
-
-def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.codes.sign_decode_mean`."""
-    return _decode(bits, divided(scales), valid, runs)
-
-
 _CELLS = (
-    sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve, sign_decode,
+    sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve,
     sign_decode_mean,
 )  # fmt: skip
 KERNELS = {f.__name__: f for f in _CELLS}

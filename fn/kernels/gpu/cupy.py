@@ -216,27 +216,17 @@ def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.codes.sign_decode_mean`."""
-    return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
-
-
-def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.codes.sign_decode`."""
-    # (R, bytes) -> (R, 1, bytes): a mean of one message
-    return _decode(bits[:, None], scales[:, None], valid, runs)
-
-
-def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     row, table = _cut(tuple(runs), bits.device)
     if scales.dtype != torch.float32:
         return NotImplemented
-    bits, scales = bits.contiguous(), scales.contiguous()
+    bits, scales = bits.contiguous(), scales * (1.0 / bits.shape[1])
     out = torch.empty((bits.shape[0], row.n), dtype=torch.float32, device=bits.device)
-    _launch("decode", row, table, valid, bits, scales, bits.shape[1], bits.shape[2], out)
+    _launch("decode", row, table, valid, bits, scales.contiguous(), bits.shape[1], bits.shape[2], out)
     return out
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
     kernels = (pack_bits, unpack_bits, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_,
-               sign_decode, sign_decode_mean)  # fmt: skip
+               sign_decode_mean)  # fmt: skip
     return Accelerator(device_type, {f.__name__: f for f in kernels}, provider="cupy")

@@ -133,12 +133,8 @@ def sign_serve(
     return sign_encode_feedback(sign_decode_mean(bits, scales, valid, runs), buffer, sent, valid, runs)
 
 
-def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return scale * sign for every element, and zero in the padding.
-
-    Args: bits (R, ceil(n / 8)) uint8; scales (R, S) float32 or float64; valid (R, S) int64; runs.
-    Returns: (R, n) in the dtype of the scales.
-    """
+def _of_signs(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return scale * sign for every element (R, n), and zero in the padding."""
     # (R, n) * (R, S) -> (R, n)
     decoded = torch.ops.fn.unpack_bits(bits, row_length(runs), scales.dtype) * spread(scales, runs)
     return torch.where(padding_mask(decoded, valid, runs), decoded, 0.0)
@@ -153,9 +149,9 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     ranks = bits.shape[1]
     scales = scales * (1.0 / ranks)
     # (R, W, bytes) -> (R, bytes) of each rank; added in their order, so that all ranks get the same bits
-    total = sign_decode(bits[:, 0], scales[:, 0], valid, runs)
+    total = _of_signs(bits[:, 0], scales[:, 0], valid, runs)
     for r in range(1, ranks):
-        total = total + sign_decode(bits[:, r], scales[:, r], valid, runs)
+        total = total + _of_signs(bits[:, r], scales[:, r], valid, runs)
     return total
 
 
@@ -202,12 +198,8 @@ def _unpack_pairs(codes: Tensor) -> Tensor:
     return ((pairs ^ 8) - 8).to(torch.int8)
 
 
-def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Tensor:
-    """Return code * scale for every element, and zero in the padding.
-
-    Args: codes, scales as `quantize` returns them; valid (R, S) int64; runs; width 4 or 8.
-    Returns: (R, n) in the dtype of the scales.
-    """
+def _of_integers(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Tensor:
+    """Return code * scale for every element (R, n), and zero in the padding."""
     code = _unpack_pairs(codes) if width == 4 else codes
     decoded = code[:, : row_length(runs)].to(scales.dtype) * spread(scales, runs)
     return torch.where(padding_mask(decoded, valid, runs), decoded, 0.0)
@@ -221,9 +213,9 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     """
     ranks = codes.shape[1]
     # (R, W, ...) -> (R, n) of each rank
-    total = dequantize(codes[:, 0], scales[:, 0], valid, runs, width)
+    total = _of_integers(codes[:, 0], scales[:, 0], valid, runs, width)
     for r in range(1, ranks):
-        total = total + dequantize(codes[:, r], scales[:, r], valid, runs, width)
+        total = total + _of_integers(codes[:, r], scales[:, r], valid, runs, width)
     return total * (1.0 / ranks)
 
 
@@ -239,10 +231,10 @@ def quantize_feedback(
     Returns: codes and scales of h; codes and scales of the next error. h, D(q) and the next error are rounded to the
         dtype of x, as they would be if they were stored.
     """
-    e = dequantize(error, error_scales, valid, runs, 8).to(x.dtype)
+    e = _of_integers(error, error_scales, valid, runs, 8).to(x.dtype)
     h = x + e
     codes, scales = quantize(h, valid, runs, width)
-    lost = h.to(scales.dtype) - dequantize(codes, scales, valid, runs, width).to(x.dtype).to(scales.dtype)
+    lost = h.to(scales.dtype) - _of_integers(codes, scales, valid, runs, width).to(x.dtype).to(scales.dtype)
     kept: Tensor = rules.damped(e.to(scales.dtype), lost, beta, 1.0 - beta)
     return (codes, scales, *quantize(kept.to(x.dtype), valid, runs, 8))
 

@@ -45,8 +45,8 @@ interpreted = pytest.mark.skipif(
 @interpreted
 @pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_encode_feedback_', 'sign_residual', "
                                  "'sign_residual_', 'sign_serve'",
-                                 "'pack_bits', 'unpack_bits', 'sign_decode', 'sign_decode_mean', "
-                                 "'quantize', 'quantize_feedback', 'dequantize', 'dequantize_mean', "
+                                 "'pack_bits', 'unpack_bits', 'sign_decode_mean', "
+                                 "'quantize', 'quantize_feedback', 'dequantize_mean', "
                                  "'quantize_fp8', 'dequantize_fp8'"])  # fmt: skip
 def test_the_row_conforms_in_the_interpreter(ops):
     """What is shorter, `test_triton_lists` asks: all known answers."""

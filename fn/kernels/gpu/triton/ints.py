@@ -282,12 +282,6 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     return out
 
 
-def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.codes.dequantize`."""
-    # (R, ...) -> (R, 1, ...): a mean of one message
-    return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
-
-
 def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
     """See `reference.codes.quantize_fp8`."""
     return quantize(x, valid, runs, FORMATS[mantissa])
@@ -298,4 +292,4 @@ def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[
     return dequantize_mean(codes, scales, valid, runs, FORMATS[mantissa])
 
 
-KERNELS = (quantize, quantize_feedback, dequantize, dequantize_mean, quantize_fp8, dequantize_fp8)
+KERNELS = (quantize, quantize_feedback, dequantize_mean, quantize_fp8, dequantize_fp8)

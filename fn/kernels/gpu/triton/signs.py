@@ -171,7 +171,8 @@ def pack_bits(x: Tensor) -> Tensor:
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """See `reference.codes.unpack_bits`."""
     rows, device = bits.shape[0], bits.device
-    signs: Tensor = sign_decode(bits, _ones(rows, device), _whole(rows, n, device), (1, n))
+    # (R, bytes) -> (R, 1, bytes): a mean of one message
+    signs: Tensor = sign_decode_mean(bits[:, None], _ones(rows, device)[:, None], _whole(rows, n, device), (1, n))
     return signs.to(dtype)
 
 
@@ -228,12 +229,6 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     return b, codes, add_up(squares, row)
 
 
-def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.codes.sign_decode`."""
-    # (R, bytes) -> (R, 1, bytes): a mean of one message
-    return sign_decode_mean(bits[:, None], scales[:, None], valid, runs)
-
-
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.codes.sign_decode_mean`."""
     row = cut(runs, bits.device)
@@ -247,4 +242,4 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 
 KERNELS = (pack_bits, unpack_bits, sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual,
-           sign_residual_, sign_serve, sign_decode, sign_decode_mean)  # fmt: skip
+           sign_residual_, sign_serve, sign_decode_mean)  # fmt: skip
