@@ -12,7 +12,6 @@ from registry import (
     OPTIMIZERS,
     QUICK,
     each_missing_phase,
-    each_optimizer,
     each_phase,
     each_with_an_exact_warmup,
     in_time,
@@ -193,7 +192,10 @@ def train(optimizer, loss, params, batches, world: int) -> Any:
 
 
 @pytest.mark.slow
-@each_optimizer
+@pytest.mark.parametrize("optimizer", [
+    pytest.param(o, id=o.name, marks=[pytest.mark.reliability] * (", " in o.name and o.name != "muon, int8"))
+    for o in OPTIMIZERS
+])  # fmt: skip
 def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
     """Each rank has a minimum of its own; only together do they find the common one."""
     world, n = 4, 20

@@ -33,7 +33,14 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+ONE_OF_EACH_KIND = (
+    "adamw", "onebit_adam", "zero_one_adam", "loco_adamw", "muon, int8", "dion", "streaming", "sparse_loco", "demo",
+    "freeze_when_stable",
+)  # fmt: skip
+LATER = [pytest.param(name, marks=pytest.mark.reliability) for name in METHODS if name not in ONE_OF_EACH_KIND]
+
+
+@pytest.mark.parametrize("name", [*ONE_OF_EACH_KIND, *LATER])
 def test_every_named_optimizer_conforms(name):
     make, schedule = METHODS[name]
     report = fn.testing.check_transform(make(lr=0.02, axis="data"), PARAMS, schedule)
