@@ -11,7 +11,6 @@ NotImplemented for arguments that it does not handle; then the next one is asked
 from __future__ import annotations
 
 import html
-import logging
 import textwrap
 import threading
 import warnings
@@ -26,8 +25,6 @@ import torch
 from fn.errors import expected
 from fn.kernels import known_answers
 from fn.kernels.schemas import SCHEMAS
-
-logger = logging.getLogger("fn")
 
 Kernel = Callable[..., Any]
 
