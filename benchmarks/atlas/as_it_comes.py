@@ -43,8 +43,10 @@ def table(rows: Sequence[Row]) -> str:
     base = {task: by_seed(shown(tuned, task, BASE), "loss") for task in ON}
     lines = []
     for name in METHODS:
-        gaps = [difference(by_seed(runs(rows, task=task, method=name), "loss"), base[task]) for task in ON]
-        lines.append([name, f"{default_rate(name):g}", *("" if gap is None else gap.bold() for gap in gaps)])
+        lr = default_rate(name)
+        own = {task: by_seed(runs(rows, task=task, method=name, lr=lr), "loss") for task in ON}
+        gaps = [difference(own[task], base[task]) for task in ON]
+        lines.append([name, f"{lr:g}", *("" if gap is None else gap.bold() for gap in gaps)])
     head = ["method", "default rate", *(f"{task}, {TASKS[task].workers} workers" for task in ON)]
     return markdown(" | ".join(head), lines)
 

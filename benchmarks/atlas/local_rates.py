@@ -95,7 +95,7 @@ def missing(rows: Sequence[Row], task: str, method: str) -> list[Run]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return what defaults lose to tuned rates, paired by seed."""
+    """Return what defaults lose to tuned rates, paired by seed; then how far each rate is from the best, one seed."""
     lines = []
     for method in START:
         default = first_hour.default_rate(method)
@@ -109,7 +109,18 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if lr == default else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     head = ["method", "default rate", *(x for task in TASKS for x in (f"{task}, tuned", "default"))]
-    return markdown(" | ".join(head), lines)
+    return f"{markdown(' | '.join(head), lines)}\n\n{tried(rows)}"
+
+
+def tried(rows: Sequence[Row]) -> str:
+    """Return how far each rate is from the best of its search, on the split and seed that choose."""
+    lines = []
+    for task in TASKS:
+        for method in START:
+            if found := losses(rows, task, method, "tuning", "lr", seed=CHOOSING):
+                best = min(x for x in found.values() if math.isfinite(x))
+                lines.append([task, method, ", ".join(f"{lr:g}: {found[lr] - best:.3f}" for lr in sorted(found))])
+    return markdown("task | method | rates, and how far they are from the best", lines)
 
 
 def main() -> None:
