@@ -213,7 +213,7 @@ def loco_adamw(
     feedback = damped() if feedback is None else feedback
     codec = int4() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout)
-    return agreed(skip_nonfinite(tx), axis)
+    return agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")
 
 
 def sharded_onebit_adam(
@@ -269,4 +269,4 @@ def sharded_onebit_adam(
     )
     codec = sign() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout, momentum=b1)
-    return agreed(skip_nonfinite(tx), axis)
+    return agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")

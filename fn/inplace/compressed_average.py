@@ -32,8 +32,7 @@ from fn.collectives.feedback import fused_with, settle
 from fn.collectives.hierarchy import Hop, hops, levels, row_count
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.inplace.memory import successor, written_into
-from fn.kernels import ops, rules
-from fn.kernels.lists import Number, elementwise
+from fn.kernels import ops
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import CompressedAverage
@@ -207,7 +206,7 @@ class CodedAverage(NamedTuple):
         """Average decay * mu + (1 - decay) * grad. params: of no use here."""
 
         def rows(bucket: Bucket) -> Tensor:
-            return joined(rules.lerp, (grads, mu), bucket, decay)
+            return moving_averages(mu, grads, decay, bucket)
 
         def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
             return self._encoded(plan, mu, grads, decay)
@@ -314,12 +313,20 @@ def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
     return PureAverage(update) if links else None
 
 
-def joined(
-    rule: Callable[..., Any], lists: Sequence[Sequence[Tensor]], bucket: Bucket, *numbers: Number
+def moving_averages(
+    mu: list[Tensor], grads: list[Tensor], decay: float, bucket: Bucket, factors: Tensor | None = None
 ) -> Tensor:
-    """Return what a rule makes of a bucket's tensors as one vector (n,), which may be overwritten.
+    """Return decay * mu + (1 - decay) * grad of a bucket's tensors as one vector (n,).
 
-    It has the dtype of the second list, such as a momentum's.
+    factors: by which the averages are multiplied; one per tensor.
     """
-    made = elementwise(rule, [[tensors[i] for i in bucket.leaf_indices] for tensors in lists], *numbers, like=1)
-    return layouts.join(made, bucket._replace(leaf_indices=tuple(range(len(made)))))
+    m, g = ([tensors[i] for i in bucket.leaf_indices] for tensors in (mu, grads))
+    rows, widths = bucket.segments.valid.shape[0], list(bucket.segments.widths)
+    if bucket.fused:
+        sizes = [*map(Tensor.numel, m)]
+        # One row, in which the tensors lie end to end; the padding of the whole vector belongs to the last one.
+        rows, widths = 1, [*sizes[:-1], sizes[-1] + rows * sum(widths) - sum(sizes)]
+    runs = [value for width in widths for value in (1, width)]
+    averages: Tensor = ops.direct("momentum_rows", m, g, decay, factors, rows, runs)
+    # (R, n / R) -> (n,)
+    return averages.view(-1)

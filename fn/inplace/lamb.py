@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_size
-from fn.inplace.compressed_average import CodedAverage, average_of
+from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
 from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace
@@ -79,8 +79,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
         scaling = _read(moments.scaling)  # (S,)
 
         def rows(bucket: Bucket) -> Tensor:
-            averages = elementwise(rules.lerp, (grads, mu), h.b1, like=1)
-            return layouts.join(elementwise(rules.scaled, (averages,), scaling, out=[averages]), bucket)
+            return moving_averages(mu, grads, h.b1, bucket, scaling)
 
         mean = average.average_rows(mu, moments.sync, rows)
         ((bucket, vector, *_),) = mean.buckets

@@ -7,7 +7,6 @@ throughout where something is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from fn.inplace.links import NO_EPS, Descent, MatchedChain, descent_of
 from fn.inplace.match import register
 from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel
-from fn.kernels import memory_pool, ops
+from fn.kernels import memory_pool
 from fn.kernels.reference.steps import is_normal
 from fn.kernels.tracing import is_concrete
 from fn.transforms import flat_layout as layouts
@@ -75,7 +74,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         if rules.gather is not None and len(masters) != len(inside.master):
             return False  # updates in codes are not the same as params in codes
         eager = is_concrete(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
-        known = has_kernel("adamw_", (), (), tree.leaves(moments.mu), tree.leaves(moments.nu), masters)
+        known = has_kernel("adamw_into_", (), (), tree.leaves(moments.mu), tree.leaves(moments.nu), masters)
         return eager and known
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
@@ -107,12 +106,10 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in moved]
             if whole is not None and not keeps and old.dtype == dtype:
                 new[0] = whole[int(index)]  # params that are not kept are made where they travel from
-            torch._foreach_copy_(new, moved)
-            gradient = _mean(rows)
-            ops.direct("adamw_", new[:1], [gradient], new[1:2], new[2:] or [nu], *numbers)
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], *numbers)
+            del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
             # Before the gather: the NaN tells all ranks in the message that travels in any case.
-            _mark(new[0], gradient, dtype)
-            del rows, gradient, old, moved  # the gather makes a vector as large as the params
+            _mark(new[0], peaks, dtype)
             full, kept = gather_in_place(new[0], dtype, whole, kept, bucket, rules, codes)  # (n,)
             steps.append(_Step(bucket, kept, new, full))
         # What codes make of a NaN need not be in the first element of a row.
@@ -144,23 +141,12 @@ class _Step(NamedTuple):
     whole: Tensor
 
 
-def _mean(rows: Sequence[Tensor]) -> Tensor:
-    """Return the mean of vectors, in the order of ranks; a single one as it is."""
-    if len(rows) == 1:
-        return rows[0]
-    mean = torch.add(rows[0], rows[1], out=memory_pool.empty(rows[0].shape, rows[0].dtype, rows[0].device))
-    for row in rows[2:]:
-        mean.add_(row)
-    return mean.mul_(1.0 / len(rows))
-
-
-def _mark(shard: Tensor, gradient: Tensor, dtype: torch.dtype) -> None:
+def _mark(shard: Tensor, peaks: Tensor, dtype: torch.dtype) -> None:
     """Make a shard NaN if its step is not finite; nothing waits for a device.
 
-    Args: shard: the new params. gradient: the mean that they were moved by. dtype: in which params travel.
+    Args: shard: the new params. peaks: as `adamw_into_` returns them. dtype: in which params travel.
     """
-    # 0-d each: of the gradient as it is, of the new param as it travels, in a dtype that may overflow.
-    peaks = [ops.direct("largest_magnitude", [x]) for x in (gradient, shard)]
+    # (2,) -> (): of the gradient as it is, of the new param as it travels, in a dtype that may overflow.
     sound = peaks[0].isfinite() & peaks[1].to(dtype).isfinite()
     # On a device always, for to ask whether it is needed would be to wait.
     if sound.device.type != "cpu" or not sound:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fn.collectives.axis import axis_size
 from fn.inplace.adam import count_step, decays
-from fn.inplace.compressed_average import CodedAverage, average_of, joined
+from fn.inplace.compressed_average import CodedAverage, average_of
 from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
-from fn.kernels import ops, rules
+from fn.kernels import ops
 from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
 from fn.transforms.zero_one_adam import (
@@ -99,8 +99,11 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         (b1,) = decays(moments.ages, h.corrected, h.b1)
 
         def drifts(bucket: Bucket) -> Tensor:
-            lists = params, anchor, mu, grads, nu
-            return joined(rules.drift, lists, bucket, b1, h.eps, float(_rate(h)), 0.0)
+            inputs = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, anchor, mu, grads, nu)]
+            layout = bucket.segments.valid.shape[0], bucket.segments.runs
+            drift: Tensor = ops.direct("drift", *inputs, b1, h.eps, float(_rate(h)), *layout)
+            # (R, n / R) -> (n,)
+            return drift.view(-1)
 
         mean = average.average_rows(anchor, moments.sync, drifts)
         peak = largest_of(mean.numbers, moments.peak)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import memory_pool, ops, reference, rules
-from fn.kernels.layout import paired_views, plain, widths_of
+from fn.kernels.layout import clear_padding, paired_views, plain, widths_of
 from fn.kernels.table import Accelerator
 from fn.kernels.tracing import cached_plan
 
@@ -62,6 +62,25 @@ def chunks(*lists: Sequence[Tensor], whole: bool = False) -> Iterator[list[list[
 # codes
 
 
+def momentum_rows(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int]
+) -> Any:
+    """See `reference.steps.momentum_rows`. Without temporaries, in memory of the pool."""
+    if not plain(mu, grads, () if factors is None else (factors,)) or not mu:
+        return NotImplemented
+    widths = widths_of(runs)
+    out = memory_pool.empty((rows, sum(widths)), mu[0].dtype, mu[0].device)
+    # Memory of the pool holds old numbers, and nobody writes into padding below.
+    clear_padding(out, [*map(Tensor.numel, mu)], widths)
+    for i, (m, g, columns) in enumerate(zip(mu, grads, out.split(widths, 1), strict=True)):
+        (moments, places), (fresh, _) = (paired_views([t.view(-1)], columns, [columns.shape[1]]) for t in (m, g))
+        for x, new, place in zip(moments, fresh, places, strict=True):
+            torch.lerp(new, x, decay, out=place)
+            if factors is not None:
+                place.mul_(factors[i])
+    return out
+
+
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
@@ -100,6 +119,27 @@ def quantize_feedback(
     lost.copy_(rounded(lost)).neg_().add_(h)
     kept = wide.copy_(e).mul_(beta).add_(lost.mul_(1.0 - beta))
     return (codes, scales, *ops.direct("quantize", rounded(kept), valid, runs, 8))
+
+
+def drift(
+    params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
+    nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.steps.drift`. Gradients may not be finite yet, so that zeros are selected, not multiplied."""
+    if not _fit(params, anchors, mu, grads, nu):
+        return NotImplemented
+    drifts: list[Tensor] = []
+    for chunk in chunks(params, anchors, mu, grads, nu, whole=True):
+        # (numel,) of each tensor -> (elements of the chunk,)
+        p, a, m, g, v = map(torch.cat, chunk)
+        m = rules.kept_at_zero(rules.lerp(g, m, decay), v, 0.0, 0.0)
+        drifts.extend(rules.drift(p, a, m, v, eps, lr).split([t.numel() for t in chunk[0]]))
+    widths = widths_of(runs)
+    out = drifts[0].new_zeros((rows, sum(widths)))
+    # (numel,) of each tensor -> rows (R, n), without a padded copy
+    flats, places = paired_views(drifts, out, widths)
+    torch._foreach_copy_(places, flats)
+    return out
 
 
 # Adam and 1-bit Adam
@@ -413,11 +453,17 @@ def _counts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(sizes, dtype=torch.int64, device=device)
 
 
-EVERYWHERE = (momentum_encode, quantize_feedback, onebit_adam_, adamw_)
-ON_ACCELERATORS = (elementwise_, sums_of_squares, largest_magnitude, onebit_lamb_moments_, lamb_step_)
-ON_CPU = (reference.steps.onebit_lamb_moments_, reference.steps.lamb_step_)
+EVERYWHERE = (momentum_rows, momentum_encode, quantize_feedback, onebit_adam_, adamw_)
+ON_ACCELERATORS = (
+    elementwise_, sums_of_squares, drift, largest_magnitude, onebit_lamb_moments_, lamb_step_,
+)  # fmt: skip
+ON_CPU = (
+    reference.steps.drift,
+    reference.steps.onebit_lamb_moments_,
+    reference.steps.lamb_step_,
+)
 """References that are good enough for a CPU: their temporaries are those of one tensor, and without these 1-bit
-LAMB's steps would be the pure ones."""
+LAMB's and 0/1 Adam's steps would be the pure ones."""
 
 
 def row(device_type: str) -> Accelerator:

@@ -100,6 +100,11 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "momentum_encode": lambda: [
         (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)
     ],
+    "momentum_rows": lambda: [
+        (*_momentum()[:2], decay, factors, 2, _rows(n)[1])
+        for decay, factors, n in ((0.9, None, _N), (0.2, _wave(_S), _WHOLE))
+    ],
+    "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, _rows(n)[1]) for decay, n in ((0.9, _N), (0.2, _WHOLE))],
     "onebit_adam_": lambda: [
         (
             *_momentum()[:2], _momentum(keep)[2], _bytes(2, ranks, _BITS),
@@ -114,11 +119,18 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         for frozen, max_step in ((False, math.inf), (False, 0.7), (True, 0.7))
     ],
     "onebit_lamb_moments_": lambda: [
-        (*_means(), _wave(_S).abs(), *_momentum(zeros=True)[1:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit)
+        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit)
         for limit in (0.7, math.inf)
     ],
     "lamb_step_": lambda: [
         (*_momentum(), _wave(_S) / 100, 3e-2, decay, limit) for decay, limit in ((0.1, math.inf), (0.0, 0.7))
+    ],
+    "adamw_into_": lambda: [
+        (
+            [torch.zeros_like(_wave(n)) for _ in range(3 - frozen)], [_wave(n, seed=s) for s in range(rows)], _old(n),
+            *_DESCENT[:-1], 0.7 if frozen else math.inf, frozen,
+        )
+        for n, rows, frozen in ((4099, 1, False), (22, 2, True), (77, 3, False), (4099, 1, True))
     ],
     "elementwise_": lambda: [
         ("descended", _like(2), [*_momentum()[1], *_momentum()[2]], [_wave(_S).abs()], [0], [0.0, 0.7]),
@@ -137,6 +149,11 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
 _EXAMPLES |= {f"{op}_": _EXAMPLES[op] for op in ("sign_encode_feedback", "sign_residual")}
 
 
+def _old(n: int) -> list[Tensor]:
+    """Return a param, mu and nu."""
+    return [_wave(n), _wave(n, seed=2), _wave(n, seed=3).abs()]
+
+
 def _momentum(zeros: bool = False) -> tuple[Any, ...]:
     """Return lists of params, mu and nu; nu is above zero, or zero in places, where mu is to stay zero."""
     sizes = [2 * 64, 64 + 40, 4104 + 4099, 22]  # as `_rows` says
@@ -149,10 +166,10 @@ def _like(role: int) -> list[Tensor]:
     return [torch.zeros_like(x) for x in _momentum()[role]]
 
 
-def _means() -> tuple[Any, ...]:
-    """Return lists of params and of means of momenta."""
-    params = _momentum()[0]
-    return params, [_wave(len(p), seed=4) for p in params]
+def _drift() -> tuple[Any, ...]:
+    """Return lists of params, anchors, mu, grads and nu, the last zero in places."""
+    params, mu, nu = _momentum(zeros=True)
+    return params, *([_wave(len(p), seed=s) for p in params] for s in (4, 5)), mu, nu
 
 
 def _codes(width: int, *rows: int) -> Tensor:
@@ -231,7 +248,7 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
 
 def of_sums(op: str) -> bool:
     """Return whether the results of a kernel are sums of terms, whose rounding is not the same in all kernels."""
-    return op.endswith("_") or op in ("momentum_encode", "sums_of_squares")
+    return op.endswith("_") or op in ("drift", "momentum_encode", "momentum_rows", "sums_of_squares")
 
 
 def difference(actual: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:

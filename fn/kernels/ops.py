@@ -24,12 +24,12 @@ from fn.kernels.tracing import PLANS
 
 Kernel = Callable[..., Any]
 
-_OF_MOMENTA = ("mu", "nu", "params", "grads", "averages", "fresh")
+_OF_MOMENTA = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")
 """Lists whose tensors have as many elements as those of mu."""
 
 _FLOATING = (
-    *_OF_MOMENTA, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "scaling", "rates", "results",
-    "operands", "scalars", "tensors",
+    *_OF_MOMENTA, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling",
+    "rates", "results", "operands", "scalars", "tensors",
 )  # fmt: skip
 _INTEGERS = {
     "bits": (torch.uint8,),
@@ -61,7 +61,11 @@ def check(name: str, args: Sequence[Any]) -> None:
         raise ValueError(expected("mantissa", "2 or 3 bits", f"{named['mantissa']}"))
     if "runs" in named:
         _check_lengths(named)
-    if name == "elementwise_":
+    if name == "adamw_into_":
+        size = named["new"][0].numel() if named["new"] else 0
+        for key, count in (("new", 3 - named["frozen"]), ("old", 3), ("rows", max(1, len(named["rows"])))):
+            _check_sizes(key, named[key], [size] * count, "new[0]")
+    elif name == "elementwise_":
         _check_places(**named)
     elif name in ON_LISTS and "mu" in named:
         like = "nu" if name == "onebit_adam_" and not named["mu"] else "mu"  # which may be left out there

@@ -140,12 +140,9 @@ def adamw(p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Numbe
     return descended(p, clamped(direction(m, v, eps), limit), decay, lr)
 
 
-def drift(
-    p: Number, anchor: Number, m: Number, g: Number, v: Number, decay: Number, eps: Number, lr: Number, zero: Number
-) -> Number:  # fmt: skip
+def drift(p: Number, anchor: Number, m: Number, v: Number, eps: Number, lr: Number) -> Number:
     """Return what 0/1 Adam sends: how far params are from the anchor after a step, in units of the momentum."""
-    # Selected, and not multiplied as lists do in `kept_at_zero`: a gradient need not be finite here.
-    return (p - anchor) * denominator(v, eps) - lr * where(v > zero, lerp(g, m, decay), zero)
+    return (p - anchor) * denominator(v, eps) - lr * m
 
 
 def implied_gradient(m: Number, before: Number, b1: Number, rest1: Number) -> Number:

@@ -28,6 +28,9 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "dequantize_fp8": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int mantissa) -> Tensor",
         "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
         "(Tensor, Tensor, Tensor)",
+        "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",
+        "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
+        "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_SEGMENTS}, "
         f"{_DESCENT}, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
@@ -40,6 +43,8 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "elementwise_": "(str rule, Tensor(a!)[] results, Tensor[] operands, Tensor[] scalars, int[] places, "
         "float[] numbers) -> ()",
         "sums_of_squares": "(Tensor[] tensors) -> Tensor",
+        "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}, "
+        "bool frozen) -> Tensor",
     }
 )
 """Every kernel by name, with its schema."""

@@ -291,7 +291,7 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
     >>> import fn
     >>> who = fn.kernels.table().providers["cpu"]
     >>> len(who), who["adamw_"] in ("numba", "torch")
-    (22, True)
+    (25, True)
 
     Args: progress: is called with the name of an op before it is tried, how many were tried, and how many there are;
         with the last op once more at the end.

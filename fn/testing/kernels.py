@@ -267,6 +267,12 @@ def arguments(
         "momentum_encode": lambda: (
             tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
         ),
+        "momentum_rows": lambda: (
+            tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, of_tensors[1],
+        ),
+        "drift": lambda: (
+            leaves(), tensors(), tensors(), leaves(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, of_tensors[1],
+        ),
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
             scales(2, 1 + 2 * frozen, segments), *of_tensors, *descent, True, leaves() if strided else [],
@@ -277,6 +283,10 @@ def arguments(
             1e-6, 0.01, limit,
         ),
         "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01, limit),
+        "adamw_into_": lambda: (
+            [numbers(wide, n) for _ in range(3 - frozen)], [numbers(wide, n) for _ in range(2 + strided)],
+            [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent, frozen,
+        ),
         "elementwise_": lambda: (
             ("lion", [*leaves(), *tensors()], [*tensors(), *leaves()], [scales(segments)], [1], [0.9, 0.0])
             if strided

@@ -28,13 +28,11 @@ from fn.transforms.adam import (
     moving_average,
     moving_average_of_squares,
     older,
-    share,
     start_ages,
     start_moments,
     widest,
 )
 from fn.transforms.decay_and_lr import check_decay, check_rate
-from fn.transforms.leafwise import apply
 from fn.transforms.skip_nonfinite import all_finite, ends
 
 Tree = Any
@@ -236,16 +234,19 @@ def scale_by_zero_one_adam(
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
-        ages = older(state.ages, bias_correction, frozen=True)
-        decay = 1 - share(b1, ages[0]) if bias_correction else b1
+        # The momentum of this step is dropped: it is rebuilt below, from the step that all ranks take. This one is not
+        # clamped, for what is cut off before it is sent would be missing from the momentum, too.
+        mu, ages = momentum(updates, state)
         elapsed = later(state.elapsed)
-        # All that this rank went since the anchor, in units of the momentum: codes of steps themselves would move
-        # elements with a large second moment as far as those with a small one. This step joins behind the difference:
-        # added to p it would be rounded to the spacing of p, and codes would flip. Its momentum is dropped, for it is
-        # rebuilt below, from the step that all ranks take; and it is not clamped, for what is cut off before it is sent
-        # would be missing from the momentum, too.
-        lists = params, state.anchor, state.mu, updates, state.nu
-        scaled = apply(rules.drift, lists, decay, eps, lr, 0.0, like=1)
+
+        def drift(p: Tensor, x: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            # All that this rank went since the anchor, in units of the momentum: codes of steps themselves would move
+            # elements with a large second moment as far as those with a small one. This step joins behind the
+            # difference, as in the kernels: added to p it would be rounded to the spacing of p, and codes would flip.
+            drifted: Tensor = rules.drift(p.to(m.dtype), x, m, v, eps, lr)
+            return drifted.to(m.dtype)
+
+        scaled = tree.map(drift, params, state.anchor, mu, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         # Before elements are set to zero, which would hide a NaN.
         peak = largest(mean)

@@ -31,9 +31,9 @@ def train(optimizer) -> torch.Tensor:
     return p.detach()
 
 
-def with_other_kernels(alike: bool) -> list[tuple[str, float, bool]]:
+def with_other_kernels(alike: bool) -> list[tuple[str, object, bool]]:
     """Train each optimizer where rank 1 has no Numba; return what was warned of, how far the params are apart at
-    most, and whether averaging them brings the ranks together.
+    most, or the error, and whether averaging them brings the ranks together.
     """
     if alike or dist.get_rank():
         sys.modules["fn.kernels.table"].BUILT_IN = {
@@ -43,8 +43,12 @@ def with_other_kernels(alike: bool) -> list[tuple[str, float, bool]]:
     for optimizer in OF_EACH_KIND:
         with fn.bind({"data": dist.group.WORLD}), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            mine = train(optimizer)
-            apart = float((fn.all_gather(mine, "data") - mine).abs().max())
+            try:
+                mine = train(optimizer)
+                apart: object = float((fn.all_gather(mine, "data") - mine).abs().max())
+            except fn.RanksDisagree as error:
+                apart = str(error)
+                mine = torch.ones(3)
             together = fn.all_gather(fn.pmean(mine, "data"), "data")
         text = " ".join(str(w.message) for w in caught)
         found.append((text, apart, torch.equal(together[0], together[1])))
@@ -57,8 +61,12 @@ def test_ranks_with_other_kernels_are_warned_once_and_drift_by_rounding_only():
     assert [text in said for said, *_ in first] == [True, *[False] * (len(OF_EACH_KIND) - 1)]
     assert not any("kernels:" in said for said, *_ in second)
     for optimizer, (_, found, together) in zip(OF_EACH_KIND, first, strict=True):
-        assert together
-        apart += [found] if optimizer.replicated else []
+        if optimizer.name in ("loco_adamw", "sharded_onebit_adam"):  # the same kernel takes their steps
+            assert "ranks disagree: kernel 'adamw_into_'" in str(found)
+            assert "missing for 'cpu' on rank 1 and there on rank 0" in str(found)
+        else:
+            assert together
+            apart += [found] if optimizer.replicated else []
     assert 0 < max(apart) < 1e-4
 
 

@@ -13,6 +13,7 @@ from fn.kernels.reference import REFERENCES
 
 OF_MODEL = {
     "momentum_encode": (1,),
+    "drift": (0, 3),
     "onebit_adam_": (0, -1),
     "adamw_": (0, 1),
     "onebit_lamb_moments_": (0,),

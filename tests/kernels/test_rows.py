@@ -66,9 +66,9 @@ def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
 def test_drift_of_lists_selects_zeros_where_gradients_are_not_finite():
     from fn.kernels import foreach
 
-    out, one, zero, inf = torch.empty(8), torch.ones(8), torch.zeros(8), torch.full((8,), torch.inf)
-    foreach.elementwise_("drift", [out], [one, zero, zero, inf, zero], [], [], [0.9, 0.5, 0.1, 0.0])
-    assert torch.equal(out, torch.full((8,), 0.5))
+    one, zero, inf = torch.ones(8), torch.zeros(8), torch.full((8,), torch.inf)
+    found = foreach.drift([one], [zero], [zero], [inf], [zero], 0.9, 0.5, 0.1, 1, [1, 8])
+    assert torch.equal(found, torch.full((1, 8), 0.5))
 
 
 @pytest.mark.slow

@@ -67,6 +67,17 @@ def tail_of_the_gradient_is_missed(mu, grads, *rest):
     return REFERENCES["momentum_encode"](mu, short, *rest)
 
 
+def without_tails_of_rows(op):
+    def wrong(*args):
+        found, start = REFERENCES[op](*args), 0
+        for width in args[-1][1::2]:
+            found[:, start + width - width % 8 : start + width] = 0.0
+            start += width
+        return found
+
+    return wrong
+
+
 def decayed_first(params, grads, mu, nu, b1, b2, eps, decay, *rest):
     coupled = [g + decay * p.to(g.dtype) for p, g in zip(params, grads, strict=True)]
     return REFERENCES["adamw_"](params, coupled, mu, nu, b1, b2, eps, 0.0, *rest)
@@ -76,6 +87,11 @@ WRONG = {
     "momentum_encode: bits reversed": with_first_bits_reversed("momentum_encode"),
     "momentum_encode: tail": tail_of_the_gradient_is_missed,
     "momentum_encode: error forgotten": with_argument("momentum_encode", 3, torch.zeros_like),
+    "drift: no last step": with_argument("drift", 7, lambda lr: 0.0),
+    "drift: moved without a gradient": with_argument("drift", 4, lambda nu: [v + 1e-30 for v in nu]),
+    "drift: tails": without_tails_of_rows("drift"),
+    "momentum_rows: tails": without_tails_of_rows("momentum_rows"),
+    "momentum_rows: no factors": with_argument("momentum_rows", 3, lambda factors: None),
     "sign_encode_feedback_: bits reversed": with_first_bits_reversed("sign_encode_feedback_"),
     "sign_residual_: on a copy": with_argument("sign_residual_", 0, torch.clone),
     "sign_residual_: past the end": past_the_end("sign_residual_", lambda args: args[0]),
@@ -95,6 +111,15 @@ WRONG = {
     "onebit_lamb_moments_: past the end": past_the_end("onebit_lamb_moments_", lambda args: args[5][0]),
     "lamb_step_: one rate": with_argument("lamb_step_", 3, lambda rates: rates.mean().expand(rates.shape)),
     "lamb_step_: past the end": past_the_end("lamb_step_", lambda args: args[0][-1]),
+    "adamw_into_: the sum": lambda new, rows, *rest: REFERENCES["adamw_into_"](new, [sum(rows)], *rest),
+    "adamw_into_: tail": without_the_last("adamw_into_", [0]),
+    "adamw_into_: over the old": lambda new, rows, old, *rest: REFERENCES["adamw_into_"](
+        old[: len(new)], rows, old, *rest
+    ),
+    "adamw_into_: magnitudes": lambda *args: REFERENCES["adamw_into_"](*args).flip(0),
+    "adamw_into_: never frozen": lambda new, *rest: REFERENCES["adamw_into_"](
+        [*new, torch.zeros_like(new[0])][:3], *rest[:-1], False
+    ),
     "largest_magnitude: signs": lambda grads: torch.cat(grads).amax(),
     "largest_magnitude: tail": lambda grads: REFERENCES["largest_magnitude"]([g[: len(g) // 8 * 8] for g in grads]),
 }

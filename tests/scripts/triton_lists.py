@@ -75,6 +75,8 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         step = tensors(dtype), tensors(), tensors(min=0.0)
         copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
         yield "onebit_adam_", (*step, *message, *place, *DESCENT, True, copies)
+        yield "momentum_rows", (tensors(), tensors(dtype), 0.2, sent[0] if count > 1 else None, count, runs)
+        yield "drift", (step[0], tensors(), tensors(), tensors(dtype), step[2], 0.9, 1e-3, 1e-2, count, runs)
     yield from anywhere(dtype)
 
 

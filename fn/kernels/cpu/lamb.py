@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""1-bit LAMB's steps on a CPU: one pass over moments, with sums, and one over params."""
+"""1-bit LAMB's steps on a CPU: one pass over moments, with sums, and one over params.
+
+Also 0/1 Adam's drift: all are plain loops over whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,21 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled
+from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import sum_of_squares
-from fn.kernels.cpu.steps import larger_magnitude
+from fn.kernels.cpu.steps import extents, larger_magnitude
 from fn.kernels.layout import plain
+from fn.kernels.memory_pool import empty
 from fn.kernels.rules import (
     clamped,
     decayed,
     denominator,
     descended,
     direction,
+    drift,
     implied_gradient,
     kept_at_zero,
+    lerp,
     second_moment,
 )
 
@@ -88,6 +94,32 @@ def step_blocks(low, high, grid, ps, mus, nus, rates, eps, decay, limit):
             step_piece(p, mu, nu, floats(rates)[s], eps, decay, limit, min(STEP, length - i))
 
 
+@compiled("contract")
+def drift_piece(p, anchor, mu, g, nu, decay, eps, lr, out, count):
+    """Write the drift of a piece."""
+    param, a, m, x, v, to = floats(p), floats(anchor), floats(mu), floats(g), floats(nu), floats(out)
+    for j in range(count):
+        average = kept_at_zero(lerp(x[j], m[j], decay), v[j], ZERO, ZERO)
+        to[j] = drift(param[j], a[j], average, v[j], eps, lr)
+
+
+@compiled()
+def drift_blocks(low, high, grid, ps, anchors, mus, gs, nus, widths, sizes, decay, eps, lr, out, scratch):
+    """Write the drift of tensors into rows, zeros behind their ends, block by block."""
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        start, row = r * ints(widths)[s] + offset, out + 4 * (r * grid.n + first)
+        have, nontemporal = ints(sizes)[s] - start, streams(grid, row)
+        for i in range(0, length, STEP):
+            at, count = 4 * (start + i), min(STEP, length - i)
+            p, a, mu = ints(ps)[s] + at, ints(anchors)[s] + at, ints(mus)[s] + at
+            g, nu = ints(gs)[s] + at, ints(nus)[s] + at
+            inside = within(have - i, count)
+            drift_piece(p, a, mu, g, nu, decay, eps, lr, scratch, inside)
+            pad(scratch, inside, count)
+            write(row + 4 * i, scratch, count, nontemporal)
+
+
 def _blocks_of(tensors: Sequence[Tensor]) -> BlockTable:
     return block_table(runs_of_tensors(tensors))
 
@@ -129,4 +161,22 @@ def lamb_step_(
     return None
 
 
-KERNELS = {f.__name__: f for f in (onebit_lamb_moments_, lamb_step_)}
+def drift_(
+    params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
+    nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.steps.drift`."""
+    lists = params, anchors, mu, grads, nu
+    if not plain(*lists):
+        return NotImplemented
+    at = block_table(runs)
+    numbers, out = map(float, (decay, eps, lr)), empty((rows, at.n), torch.float32, mu[0].device)
+    run(drift_blocks, at, rows, *map(list, lists), *extents(params, at), *numbers, out, scratch=4 * STEP)
+    return out
+
+
+KERNELS = {
+    "onebit_lamb_moments_": onebit_lamb_moments_,
+    "lamb_step_": lamb_step_,
+    "drift": drift_,
+}

@@ -164,6 +164,74 @@ def larger_magnitude(peak, x, count):
 
 
 @compiled()
+def mean_of_rows(rows, count_of_rows, share, at, out, count):
+    """Write the mean of several tensors."""
+    to, first = floats(out), floats(ints(rows)[0] + at)
+    for j in range(count):
+        to[j] = first[j]
+    for r in range(1, count_of_rows):
+        x = floats(ints(rows)[r] + at)
+        for j in range(count):
+            to[j] += x[j]
+    for j in range(count):
+        to[j] *= share
+
+
+@compiled("contract")
+def adamw_into_piece(p, g, mu, nu, b1, b2, rest2, descent, new, new_mu, new_nu, count):
+    """Take AdamW's step elsewhere."""
+    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
+    to, to_m, to_v = floats(new), floats(new_mu), floats(new_nu)
+    for j in range(count):
+        momentum, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
+        to_m[j], to_v[j] = momentum, square
+        to[j] = adamw(param[j], momentum, square, *descent)
+
+
+@compiled("contract")
+def frozen_into_piece(p, g, mu, nu, b1, descent, new, new_mu, count):
+    """Take a frozen step elsewhere."""
+    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
+    to, to_m = floats(new), floats(new_mu)
+    for j in range(count):
+        momentum = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
+        to_m[j] = momentum
+        to[j] = adamw(param[j], momentum, v[j], *descent)
+
+
+@compiled()
+def adamw_into_blocks(
+    low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, frozen, scratch
+):
+    """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
+    # Results are formed in the scratch, from where `write` may send them past the cache.
+    here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
+    for k in range(low, high):
+        _, first, length, _, _ = block_of(grid, k)
+        p, mu, nu = ints(olds)[0], ints(olds)[1], ints(olds)[2]
+        to, to_mu, to_nu = ints(news)[0], ints(news)[1], ints(news)[1 if frozen else 2]
+        nontemporal = streams(grid, to | to_mu | to_nu)
+        of_mean = of_param = magnitude(ZERO)
+        for i in range(first, first + length, STEP):
+            at, count = 4 * i, min(STEP, first + length - i)
+            g = ints(rows)[0] + at
+            if count_of_rows > 1:
+                # One gradient is read where it lies: a mean of one would be a copy of it.
+                mean_of_rows(rows, count_of_rows, share, at, scratch, count)
+                g = scratch
+            if frozen:
+                frozen_into_piece(p + at, g, mu + at, nu + at, b1, descent, here, here_mu, count)
+            else:
+                adamw_into_piece(p + at, g, mu + at, nu + at, b1, b2, rest2, descent, here, here_mu, here_nu, count)
+            of_mean, of_param = larger_magnitude(of_mean, g, count), larger_magnitude(of_param, here, count)
+            write(to + at, here, count, nontemporal)
+            write(to_mu + at, here_mu, count, nontemporal)
+            if not frozen:
+                write(to_nu + at, here_nu, count, nontemporal)
+        floats(peaks)[2 * k], floats(peaks)[2 * k + 1] = of_magnitude(of_mean), of_magnitude(of_param)
+
+
+@compiled()
 def magnitude_blocks(low, high, grid, xs, peaks):
     """Note the largest magnitude of every block."""
     for k in range(low, high):
@@ -224,6 +292,22 @@ def adamw_(
     return None
 
 
+def adamw_into_(
+    new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
+    weight_decay: float, lr: float, max_step: float, frozen: bool,
+) -> Any:  # fmt: skip
+    """See `reference.steps.adamw_into_`."""
+    if not plain(new, rows, old):
+        return NotImplemented
+    at = block_table([1, new[0].numel()], LARGE_BLOCK)
+    # (blocks, 2) -> (2,); `amax` refuses a dimension without elements
+    peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
+    descent = (*map(float, (eps, weight_decay, lr, max_step)),)
+    run(adamw_into_blocks, at, 1, [*new], [*rows], len(rows), 1.0 / len(rows), [*old], peaks, float(b1), float(b2),
+        float(1 - b2), descent, frozen, scratch=16 * STEP)  # fmt: skip
+    return peaks.amax(0)
+
+
 def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     """See `reference.lists.largest_magnitude`."""
     if not grads or not plain(grads):
@@ -235,5 +319,5 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return peaks.amax()
 
 
-_CELLS = (momentum_encode, onebit_adam_, adamw_, largest_magnitude)
+_CELLS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
 KERNELS = {f.__name__: f for f in _CELLS}

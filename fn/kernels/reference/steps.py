@@ -56,8 +56,51 @@ def momentum_encode(
 
     Args: mu, grads: S tensors each; decay; the rest, and the results, as for `codes.sign_encode_feedback`.
     """
+    averages = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs)
+    return sign_encode_feedback(averages, buffer, sent, valid, runs)
+
+
+def momentum_rows(
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    decay: float,
+    factors: Tensor | None,
+    rows: int,
+    runs: Sequence[int],
+) -> Tensor:
+    """Return the moving average decay * mu + (1 - decay) * grad of every tensor as rows (R, n).
+
+    Args: mu, grads: S tensors each; decay; factors: (S,), what the averages are multiplied by; rows: R; runs.
+    """
     averages = [rules.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
-    return sign_encode_feedback(rows_of(averages, buffer.shape[0], runs), buffer, sent, valid, runs)
+    if factors is not None:
+        averages = [x * factor for x, factor in zip(averages, factors.unbind(), strict=True)]
+    return rows_of(averages, rows, runs)
+
+
+def drift(
+    params: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    decay: float,
+    eps: float,
+    lr: float,
+    rows: int,
+    runs: Sequence[int],
+) -> Tensor:
+    """Return how far every tensor is from its anchor after one more local step of 0/1 Adam, as rows (R, n).
+
+        m = decay mu + (1 - decay) grad, 0 where nu = 0       x = (p - anchor) (sqrt(nu) + eps) - lr m
+
+    Args: params, anchors, mu, grads, nu: S tensors each; decay, eps, lr; rows: R; runs.
+    """
+    drifts = []
+    for p, a, m, g, v in zip(params, anchors, mu, grads, nu, strict=True):
+        m = rules.kept_at_zero(rules.lerp(g.to(m.dtype), m, decay), v, 0.0, 0.0)
+        drifts.append(rules.drift(p.to(m.dtype), a, m, v, eps, lr))
+    return rows_of(drifts, rows, runs)
 
 
 def onebit_adam_(
@@ -125,6 +168,35 @@ def adamw_(
         else:
             v.copy_(rules.second_moment(v, g, b2, 1 - b2))
         _descend(p, m, v, eps, weight_decay, lr, max_step)
+
+
+def adamw_into_(
+    new: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    old: Sequence[Tensor],
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    max_step: float,
+    frozen: bool,
+) -> Tensor:
+    """Take AdamW's step with the mean of several gradients, and write it elsewhere.
+
+    Args: new: param, mu and nu after the step, which are written; no nu where it is frozen. rows: gradients, added in
+        their order. old: param, mu and nu, which stay as they are. The rest as for `adamw_`, of whose tensors these are
+        one each.
+    Returns: (2,), the largest magnitudes of the mean gradient and of the new param; NaN where one of them is.
+    """
+    mean = sum(rows[1:], start=rows[0]) * (1.0 / len(rows))
+    for to, x in zip(new, old, strict=not frozen):
+        to.copy_(x)
+    # The second moment that rests is read where it is, and not written: frozen steps do not copy it.
+    p, mu, nu = new[:1], new[1:2], old[2:] if frozen else new[2:]
+    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, max_step, frozen)
+    # 0-d twice -> (2,)
+    return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 
 
 def _descend(

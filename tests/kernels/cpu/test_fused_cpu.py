@@ -71,6 +71,9 @@ def test_a_momentum_below_the_normal_numbers_comes_to_rest_at_zero(n, frozen):
     decayed = 0.9 * start.repeat(4)[:n]
     expected = torch.where(decayed.abs() < tiny, 0.0, decayed)
     torch.testing.assert_close(mu, expected, rtol=1e-6, atol=0, equal_nan=True)
+    new, old = [torch.zeros(n) for _ in range(3 - frozen)], [torch.zeros(n), start.repeat(4)[:n].clone(), nu]
+    steps.adamw_into_(new, [torch.zeros(n)], old, 0.9, 0.99, 1e-8, 0.0, 1e-3, math.inf, frozen)
+    torch.testing.assert_close(new[1], expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
 LOOP = """

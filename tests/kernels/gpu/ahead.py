@@ -20,13 +20,14 @@ POINTERS = {
     "codes": "*u8", "seen": "*u8", "kept": "*i8", "error": "*i8", "squares": "*fp64", "sums": "*fp64", "parts": "*fp64",
     "x": "*fp32", "buffer": "*fp32", "sent": "*fp32", "out": "*fp32", "scales": "*fp32", "b": "*fp32",
     "error_scales": "*fp32", "kept_scales": "*fp32", "peaks": "*fp32", "rates": "*fp32", "scaling": "*fp32",
+    "factors": "*fp32",
 }  # fmt: skip
 NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
-    "FROZEN": False, "COPIES": True,
+    "FROZEN": False, "COPIES": True, "FACTORS": True,
     "RULE": rules.RULES["lion"], "RESULTS": (tl.float32, tl.float32), "OPERANDS": (tl.float32, tl.float32),
-    "KINDS": ("number", "one"), "BARRIER": False, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16,
+    "KINDS": ("number", "one"), "BARRIER": False, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
 MODULES = (signs, ints, steps, lamb, lists, blocks)
 KERNELS = {

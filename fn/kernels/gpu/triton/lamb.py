@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""1-bit LAMB's steps in the Triton row: one launch for all tensors of a list.
+"""1-bit LAMB's steps, and 0/1 Adam's drift, in the Triton row: one launch for all tensors of a list.
 
 Tables of addresses and dtypes are as in `steps`. Sums are (3, blocks): a row for each of them. The kernels come first,
 then the functions of the table.
@@ -25,6 +25,7 @@ from fn.kernels.gpu.triton.blocks import (
     lists_of,
     load,
     peak_of,
+    piece_of,
     pointer,
     store,
 )
@@ -36,9 +37,11 @@ from fn.kernels.gpu.triton.rules import (
     direction,
     implied_gradient,
     kept_at_zero,
+    lerp,
     quotient,
     second_moment,
 )
+from fn.kernels.gpu.triton.rules import drift as drift_of
 
 
 @jit
@@ -111,6 +114,56 @@ def lamb_step_kernel(addresses, table, rates, eps, weight_decay, max_step, n, bl
         step_block(p, mu, nu, rate, eps, weight_decay, max_step, length, False, BLOCK)
 
 
+@jit
+def average_block(mu, g, out, decay, factor, inside, length, FACTORS: tl.constexpr, FULL: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Write the moving average, zero behind the end."""
+    i = tl.arange(0, BLOCK)
+    x = lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay)
+    store(out, i, x * factor if FACTORS else x, length, FULL)
+
+
+@kernel
+def momentum_rows_kernel(addresses, table, factors, out, decay, n, blocks, G: tl.constexpr, FACTORS: tl.constexpr,
+                         ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the moving averages of tensors into rows (R, n). addresses: of mu, gradients."""
+    r, _, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    tensor = addresses + s * 4
+    start, inside = piece_of(tensor + 2, r, offset, length, ALIGNED)
+    mu, g = pointer(tensor, start, tl.float32, ALIGNED), pointer(tensor + 1, start, G, ALIGNED)
+    factor = tl.load(factors + s) if FACTORS else 1.0
+    if inside == BLOCK:
+        average_block(mu, g, out + position, decay, factor, inside, length, FACTORS, True, BLOCK)
+    else:
+        average_block(mu, g, out + position, decay, factor, inside, length, FACTORS, False, BLOCK)
+
+
+@jit
+def drift_block(p, anchor, mu, g, nu, out, decay, eps, lr, inside, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the drift, zero behind the end."""
+    i = tl.arange(0, BLOCK)
+    v = load(nu, i, inside, FULL)
+    m = kept_at_zero(lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay), v, 0.0, 0.0)
+    x = drift_of(load(p, i, inside, FULL), load(anchor, i, inside, FULL), m, v, eps, lr)
+    store(out, i, x, length, FULL)
+
+
+@kernel
+def drift_kernel(addresses, table, out, decay, eps, lr, n, blocks, P: tl.constexpr, A: tl.constexpr, G: tl.constexpr,
+                 ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the drift of tensors into rows (R, n). addresses: of params, anchors, mu, gradients, nu."""
+    r, _, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    tensor = addresses + s * 7
+    start, inside = piece_of(tensor + 5, r, offset, length, ALIGNED)
+    p, anchor = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, A, ALIGNED)
+    mu, g = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, G, ALIGNED)
+    nu = pointer(tensor + 4, start, tl.float32, ALIGNED)
+    if inside == BLOCK:
+        drift_block(p, anchor, mu, g, nu, out + position, decay, eps, lr, inside, length, True, BLOCK)
+    else:
+        drift_block(p, anchor, mu, g, nu, out + position, decay, eps, lr, inside, length, False, BLOCK)
+
+
 # the functions of the table
 
 
@@ -147,4 +200,32 @@ def lamb_step_(
     return None
 
 
-KERNELS = (onebit_lamb_moments_, lamb_step_)
+def momentum_rows(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int]
+) -> Any:
+    """See `reference.steps.momentum_rows`."""
+    lists = lists_of(mu, grads, runs=runs, G=grads)
+    if lists is None or (factors is not None and factors.dtype != torch.float32):
+        return NotImplemented
+    out = torch.empty((rows, lists.row.host.n), dtype=torch.float32, device=mu[0].device)
+    scale = out if factors is None else factors.contiguous()
+    args = lists.addresses, lists.row.table, scale, out, float(decay), *lists.row.sizes
+    launch(momentum_rows_kernel, out, rows * lists.row.blocks, *args, **lists.constants, FACTORS=factors is not None)
+    return out
+
+
+def drift(
+    params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
+    nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.steps.drift`."""
+    lists = lists_of(params, anchors, mu, grads, nu, runs=runs, P=params, A=anchors, G=grads)
+    if lists is None:
+        return NotImplemented
+    out = torch.empty((rows, lists.row.host.n), dtype=torch.float32, device=params[0].device)
+    args = lists.addresses, lists.row.table, out, *floats(decay, eps, lr), *lists.row.sizes
+    launch(drift_kernel, out, rows * lists.row.blocks, *args, **lists.constants)
+    return out
+
+
+KERNELS = (onebit_lamb_moments_, lamb_step_, momentum_rows, drift)

@@ -144,6 +144,46 @@ def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, max_ste
         adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN, False, BLOCK)
 
 
+@jit
+def into_block(addresses, count, start, share, b1, b2, rest2, descent, length, peaks, FROZEN: tl.constexpr,
+               ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take AdamW's step elsewhere; note the largest magnitudes."""
+    i, rows = tl.arange(0, BLOCK), addresses + (5 if FROZEN else 6)
+    x = load(pointer(rows, start, tl.float32, ALIGNED), i, length, FULL)
+    for r in range(1, count):
+        x += load(pointer(rows + r, start, tl.float32, ALIGNED), i, length, FULL)
+    x = x * share
+    mu, nu = pointer(addresses + 1, start, tl.float32, ALIGNED), pointer(addresses + 2, start, tl.float32, ALIGNED)
+    m, v = lerp(x, load(mu, i, length, FULL), b1), load(nu, i, length, FULL)
+    if FROZEN:
+        m = kept_at_zero(m, v, 0.0, 0.0)
+    else:
+        v = second_moment(v, x, b2, rest2)
+        store(pointer(addresses + 5, start, tl.float32, ALIGNED), i, v, length, FULL)
+    p = adamw(load(pointer(addresses, start, tl.float32, ALIGNED), i, length, FULL), m, v, *descent)
+    store(pointer(addresses + 3, start, tl.float32, ALIGNED), i, p, length, FULL)
+    store(pointer(addresses + 4, start, tl.float32, ALIGNED), i, m, length, FULL)
+    # What stands behind the end is no param, and must not become the largest magnitude.
+    p = tl.where(i < length, p, 0.0)
+    tl.store(peaks, peak_of(x).to(tl.float32, bitcast=True))
+    tl.store(peaks + 1, peak_of(p).to(tl.float32, bitcast=True))
+
+
+@kernel
+def adamw_into_kernel(addresses, table, peaks, rows, share, b1, b2, rest2, eps, weight_decay, lr, max_step, n,
+                      blocks, FROZEN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take AdamW's step with the mean of gradients, elsewhere; peaks (blocks, 2), of mean and new params.
+
+    addresses: of the old param, mu and nu, of the new ones, without nu where it is frozen, of all gradients.
+    """
+    _, _, _, length, _, offset = block_of(table, n, blocks, ALIGNED)
+    descent, peaks = (eps, weight_decay, lr, max_step), peaks + 2 * tl.program_id(0).to(tl.int64)
+    if length == BLOCK:
+        into_block(addresses, rows, offset, share, b1, b2, rest2, descent, length, peaks, FROZEN, ALIGNED, True, BLOCK)
+    else:
+        into_block(addresses, rows, offset, share, b1, b2, rest2, descent, length, peaks, FROZEN, ALIGNED, False, BLOCK)
+
+
 @kernel
 def magnitude_kernel(addresses, table, peaks, n, blocks, G: tl.constexpr, BLOCK: tl.constexpr):
     """Write the largest magnitude of every block."""
@@ -170,6 +210,23 @@ def adamw_(
     args = lists.addresses, lists.row.table, *numbers, *lists.row.sizes
     launch(adamw_kernel, params[0], lists.row.blocks, *args, **lists.constants, FROZEN=frozen)
     return None
+
+
+def adamw_into_(
+    new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
+    weight_decay: float, lr: float, max_step: float, frozen: bool,
+) -> Any:  # fmt: skip
+    """See `reference.steps.adamw_into_`."""
+    lists = lists_of(*([x] for x in (*old, *new, *rows)))
+    if lists is None:
+        return NotImplemented
+    peaks = torch.empty((lists.row.blocks, 2), dtype=torch.float32, device=new[0].device)
+    mean = len(rows), 1.0 / len(rows)
+    numbers = floats(b1, b2, 1 - b2, eps, weight_decay, lr, max_step)
+    args = lists.addresses, lists.row.table, peaks, *mean, *numbers, *lists.row.sizes
+    launch(adamw_into_kernel, new[0], len(peaks), *args, **lists.constants, FROZEN=frozen)
+    # (blocks, 2) -> (2,)
+    return peaks.amax(0) if len(peaks) else peaks.new_zeros(2)
 
 
 def largest_magnitude(grads: Sequence[Tensor]) -> Any:
@@ -223,4 +280,4 @@ def onebit_adam_(
     return None
 
 
-KERNELS = (momentum_encode, onebit_adam_, adamw_, largest_magnitude)
+KERNELS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
