@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_is_transform
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -75,6 +75,7 @@ class OwnedState(NamedTuple):
     owners: Tensor
 
 
+@says(is_fresh=True)
 class Owned(NamedTuple):
     """The rule of a step of `owned`. inner: the inner update. of: makes the same step of another inner update."""
 

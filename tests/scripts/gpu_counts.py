@@ -140,7 +140,7 @@ CASES = [  # two param groups; so two of each collective
     Case("muon", fn.muon, W, Limits(160, 1, 2, 5.5), groups=1),
     Case("muon in int8", partial(fn.muon, **INT8), C, Limits(210, 1, 2, 11.4), groups=1),
     Case("muon, replicated", partial(fn.muon, owned=False), W, Limits(450, 1, 1, 8.9), groups=1),
-    Case("sign_muon", fn.sign_muon, C, Limits(500, 1, 2, 17.1), groups=1),
+    Case("sign_muon", fn.sign_muon, C, Limits(530, 1, 4, 17.1), groups=1),
     Case("lion_vote", fn.lion_vote, C, Limits(170, 1, 4, 20)),
 ]
 
