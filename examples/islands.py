@@ -59,9 +59,9 @@ def main() -> None:
     model = Transformer(args.layers, args.width, args.heads).to(device)
     ranks = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
 
-    manager = fn.adapters.torchft.connect()
-    make = partial(fn.diloco, codec=fn.int8(), servers=False, rounds=max(1, args.steps // args.every))
     schedule = fn.every(args.every)
+    manager = fn.adapters.torchft.connect(schedule, step_seconds=10)
+    make = partial(fn.diloco, codec=fn.int8(), servers=False, rounds=max(1, args.steps // args.every))
     opt = fn.adapters.torchft.optimizer(model.parameters(), make, manager, schedule=schedule, lr=args.lr)
 
     draw = torch.Generator()

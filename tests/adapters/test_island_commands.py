@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import fn
 import fn.adapters.torchft as adapter
 from fn.__main__ import main
 
@@ -98,8 +99,10 @@ def test_an_island_names_a_lighthouse_to_which_it_knows_no_way(ran, capsys, monk
 
 def test_connect_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(TypeError, match=r"schedule: expected fn.every\(h\) or fn.every_seconds.* quorum_timeout"):
+        adapter.connect(fn.freeze_after(3))
     with pytest.raises(ValueError, match=r"lighthouse: expected host:port, but got ''; start one with python -m fn"):
-        adapter.connect()
+        adapter.connect(fn.every(3))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"connect: expected the ranks .* one of 2 processes .* init_process_group"):
-        adapter.connect(lighthouse="127.0.0.1")
+        adapter.connect(fn.every(3), lighthouse="127.0.0.1")

@@ -48,7 +48,7 @@ def main() -> None:
     model = Transformer(layers=4, width=96, heads=4)
     ranks = DistributedDataParallel(model)
     schedule = fn.every(EVERY)
-    manager = fn.adapters.torchft.connect(name=f"island_{args.island}")
+    manager = fn.adapters.torchft.connect(schedule, name=f"island_{args.island}")
     make = partial(fn.diloco, codec=fn.int8(), servers=False, outer_lr=0.7, outer_momentum=0.6)
     opt = fn.adapters.torchft.optimizer(model.parameters(), make, manager, schedule=schedule, lr=2e-3)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fn.collectives.axis import ranks_around
 from fn.errors import expected
+from fn.schedules import Every, EverySeconds, Schedule
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable of the environment in which torchft looks for the lighthouse's address."""
@@ -21,11 +22,8 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MOST_FAILURES = 100
 """Exchanges that may fail in a row. More are no islands that were lost, and the process ends."""
 
-LONGEST = timedelta(days=1)
-"""How long an island waits for others in the middle of a round, or for a lighthouse that is started again."""
-
-RETRY = timedelta(seconds=5)
-"""After how long a lighthouse that does not answer is asked again."""
+RETRY = 5.0
+"""Seconds after which a lighthouse that does not answer is asked again."""
 
 MEETING = timedelta(seconds=20)
 """How long the islands of a new quorum wait for one of them to open its connections."""
@@ -35,31 +33,39 @@ PORT = 29510
 
 
 def connect(
+    schedule: Schedule,
     *,
     lighthouse: str | None = None,
     host: str | None = None,
     name: str | None = None,
+    step_seconds: float = 10.0,
     patience: float = 120.0,
     pg: Any = None,
 ) -> Any:
     """Return the manager with which an island finds the others, for `fn.adapters.torchft.optimizer`.
 
-        manager = fn.adapters.torchft.connect()
+        manager = fn.adapters.torchft.connect(schedule)
         opt = fn.adapters.torchft.optimizer(model.parameters(), make, manager, schedule=schedule, lr=4e-4)
 
     `python -m fn island --lighthouse host:port train.py` sets what it needs. Several ranks of an island call it
     together behind `init_process_group`.
 
     Args:
+        schedule: `fn.every(h)` or `fn.every_seconds(t)`. A quorum waits for islands in the middle of a round: an hour,
+            or two rounds of `step_seconds` a step if that is longer.
         lighthouse: its host:port; None: what TORCHFT_LIGHTHOUSE says.
         host: under which the other islands reach this machine; None: its address on the way to the lighthouse.
         name: of the island, in logs; None: the machine's.
         patience: seconds that a message between islands may take, before the exchange is dropped.
         pg: torchft's process group that exchanges; None: gloo's.
     Returns: torchft's Manager.
-    Raises: ValueError without a lighthouse, or for one of several processes without a process group; ConnectionError if
-        there is no way to the lighthouse; what torchft raises if none answers.
+    Raises: ValueError without a lighthouse, or for one of several processes without a process group; TypeError for a
+        schedule whose rounds are not known; ConnectionError if there is no way to the lighthouse; what torchft raises
+        if none answers.
     """
+    if not isinstance(schedule, Every | EverySeconds):
+        cure = "make torchft's Manager yourself, with a quorum_timeout that is longer than a round"
+        raise TypeError(expected("schedule", "fn.every(h) or fn.every_seconds(t)", type(schedule).__name__, cure))
     address = address_of(lighthouse or os.environ.get(LIGHTHOUSE) or "")
     if not dist.is_initialized() and ranks_around() > 1:
         got = f"one of {ranks_around()} processes without a process group"
@@ -73,6 +79,8 @@ def connect(
     place = [host, store.port if store is not None else 0]
     if size > 1:
         dist.broadcast_object_list(place, src=0)
+    round_seconds = step_seconds * (schedule.h / schedule.fragments if isinstance(schedule, Every) else 1)
+    seconds = max(3600.0, 2 * (round_seconds + getattr(schedule, "seconds", 0.0)))
     limit = timedelta(seconds=2 * patience)  # a rank may be as late as an exchange that fails
     manager = torchft.Manager(
         pg=pg or _gloo(timedelta(seconds=patience)),
@@ -82,9 +90,9 @@ def connect(
         use_async_quorum=False,
         init_sync=False,  # the optimizer does that, from the same island for all ranks
         timeout=limit,
-        quorum_timeout=LONGEST,
+        quorum_timeout=timedelta(seconds=seconds),
         max_retries=MOST_FAILURES,
-        quorum_retries=LONGEST // RETRY,  # of a lighthouse that is started again
+        quorum_retries=round(seconds / RETRY),  # of a lighthouse that is started again
         rank=rank,
         world_size=size,
         store_addr=place[0],
