@@ -17,7 +17,7 @@ from fn.transforms.skip_nonfinite import skip_nonfinite
 
 
 def lamb(
-    lr: float | Tensor = 0.02,
+    lr: float | Tensor = 0.03,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
@@ -46,7 +46,7 @@ def lamb(
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
         tensor([ 1.8326, -1.4248,  1.4248])
 
-    Args: lr: a float or a 0-d tensor; start with AdamW's rate times 2, at most 0.03. b1, b2, eps, weight_decay: as for
+    Args: lr: a float or a 0-d tensor; start with 0.03, or with 0.01 to fine-tune. b1, b2, eps, weight_decay: as for
         Adam. axis: over which the gradients are averaged; None for none. max_coeff, min_coeff: bounds of the trust
         ratio.
     Returns: a transform with a warm-up phase only.
@@ -65,7 +65,7 @@ def lamb(
 
 
 def onebit_lamb(
-    lr: float | Tensor = 0.02,
+    lr: float | Tensor = 0.03,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -106,7 +106,7 @@ def onebit_lamb(
         >>> tx = fn.chain(fn.average("data"), link, fn.scale_by_learning_rate(0.1))
 
     Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate times 2, at most 0.03. b1, b2, eps, weight_decay,
+        lr: a float or a 0-d tensor; start with 0.03, or with 0.01 to fine-tune. b1, b2, eps, weight_decay,
             max_coeff, factor_max: as for `scale_by_onebit_lamb`.
         axis: the ranks that train together. codec, feedback, warmup, servers: as for `onebit_adam`; all tensors have
             one scale, as in the paper.

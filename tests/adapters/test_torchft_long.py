@@ -144,7 +144,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def test_islands_with_every_fault_train_as_well_as_others(tmp_path, monkeypatch):
-    """Each fault once, and more of them at random until `MINUTES` are over."""
+    """Each fault once, half a minute apart or more, and others of them at random until `MINUTES` are over."""
     draw, injected = random.Random(0), Counter[str]()
     names = [*FAULTS, LOST_MACHINE]
     faults = draw.sample(names, len(names))
@@ -165,6 +165,7 @@ def test_islands_with_every_fault_train_as_well_as_others(tmp_path, monkeypatch)
             # Were there more faults before all are back, most of the time fewer islands would train.
             run.wait(fault, lambda: min(s["steps"] for s in run.states().values()) > before + 2 * EVERY)  # noqa: B023
             print(f"{fault}: all are back after {time.monotonic() - began:.0f} s", flush=True)
+            time.sleep(max(0.0, began + 30 - time.monotonic()))
         told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
     steps = told[0]["steps"]
     monkeypatch.setenv("REST", "0")  # nobody is behind, so the cores may all be used
