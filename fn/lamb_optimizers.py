@@ -65,7 +65,7 @@ def lamb(
 
 
 def onebit_lamb(
-    lr: float | Tensor = 0.03,
+    lr: float | Tensor = 0.02,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -106,7 +106,7 @@ def onebit_lamb(
         >>> tx = fn.chain(fn.average("data"), link, fn.scale_by_learning_rate(0.1))
 
     Args:
-        lr: a float or a 0-d tensor; start with 0.03, or with 0.01 to fine-tune. b1, b2, eps, weight_decay,
+        lr: a float or a 0-d tensor; start with AdamW's rate times 2, at most 0.03. b1, b2, eps, weight_decay,
             max_coeff, factor_max: as for `scale_by_onebit_lamb`.
         axis: the ranks that train together. codec, feedback, warmup, servers: as for `onebit_adam`; all tensors have
             one scale, as in the paper.

@@ -61,7 +61,7 @@ OF_MULOCO = OuterStep(default=0.8, least=0.6, most=0.8, fall=1 / 8)
 
 
 def diloco(
-    lr: float | Tensor = 4e-4,
+    lr: float | Tensor = 5e-3,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -105,8 +105,8 @@ def diloco(
         >>> tx = fn.chain(fn.average("data"), rounds)
 
     Args:
-        lr: of the local steps, a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps, weight_decay:
-            of AdamW.
+        lr: of the local steps, a float or a 0-d tensor; start with AdamW's rate times 0.6. The default is for small
+            models. b1, b2, eps, weight_decay: of AdamW.
         axis: the ranks that train together.
         rounds: exchanges of the whole run, which choose the outer step: plain averaging for up to 100, from 1000 on
             the paper's rate of 0.7 and momentum of 0.9, between them a momentum of 1 - 100 / rounds and a rate of 1 -
@@ -122,7 +122,8 @@ def diloco(
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
     Differs: if an exchange is not finite, the ranks keep their params; torchft takes all of them back to the anchor, as
         `outer` does with on_skip="anchor". Without `rounds` the outer step is plain averaging; on the atlas's language
-        model the paper's rate of 0.7 and momentum of 0.9 ended 0.10 to 0.48 nats higher after 8 to 100 rounds.
+        model the paper's rate of 0.7 and momentum of 0.9 ended 0.10 to 0.48 nats higher after 8 to 100 rounds. The
+        default rate of local steps is 0.005, for small models; the paper's is 0.0004.
     """
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     outer_tx = _outer_nesterov(OF_DILOCO, rounds, outer_lr, outer_momentum)
@@ -131,7 +132,7 @@ def diloco(
 
 
 def local_sgd(
-    lr: float | Tensor = 1e-2,
+    lr: float | Tensor = 0.3,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     *,
@@ -161,8 +162,8 @@ def local_sgd(
         tensor([ 1.9704, -0.9852,  0.9852])
 
     Args:
-        lr: of the local steps, a float or a 0-d tensor; start with AdamW's rate times 20. momentum: of them, each
-            rank's own. weight_decay: decoupled.
+        lr: of the local steps, a float or a 0-d tensor; start with AdamW's rate times 20, a tenth of that with a
+            momentum of 0.9. momentum: of them, each rank's own. weight_decay: decoupled.
         axis, codec, servers: as for `diloco`. feedback: what becomes of the residual errors; None is `classic()`, where
             there is a codec. store, on_skip: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(h)` is its schedule, `every(h, start=n)` that of
@@ -182,7 +183,7 @@ def local_sgd(
 
 
 def sparse_loco(
-    lr: float | Tensor = 1e-3,
+    lr: float | Tensor = 5e-3,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -256,7 +257,7 @@ def sparse_loco(
 
 
 def muloco(
-    lr: float | Tensor = 1e-3,
+    lr: float | Tensor = 0.01,
     momentum: float = 0.9,
     weight_decay: float = 0.01,
     *,
@@ -302,7 +303,7 @@ def muloco(
 
     Args:
         lr: of the local steps, of both kinds, which scale="rms_norm" of `scale_by_muon` makes equally long; start with
-            AdamW's rate times 0.6.
+            0.01.
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW, with betas 0.9 and 0.99. None: all matrices are Muon's, for their shapes do not tell.
         momentum: Muon's. weight_decay: of both kinds.

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.atlas import downstream, local_rates, scale
+from benchmarks import first_hour
+from benchmarks.atlas import downstream, local_rates, runs, scale
+from benchmarks.atlas.summary import by_seed
+from benchmarks.atlas.summary import runs as runs_of
+from benchmarks.measure import ROOT
 
 
 def row(run: Any, loss: float, **more: Any) -> dict[str, Any]:
@@ -45,3 +49,18 @@ def test_bases_are_compared_with_adamw_of_equal_tokens() -> None:
     ]  # fmt: skip
     assert "| adamw, equal tokens | 992 | 2.000 | 3.000 | 1.500 | 2.500 |" in downstream.table(rows)
     assert "| +1.500 ± 6.353 |" in downstream.table(rows)
+
+
+def test_default_rates_of_local_steps_train_a_small_model() -> None:
+    """
+    Differs: fn.local_optimizers.diloco: The default rate of local steps is 0.005, for small models; the paper's is
+        0.0004.
+    """
+    assert first_hour.default_rate("diloco") == 0.005
+    rows = runs.read(ROOT / "benchmarks" / "results" / "first_hour.json")
+    (adamw, *ours) = (
+        by_seed(runs_of(rows, task="names", batch=32, method=name, lr=first_hour.default_rate(name)), "loss")
+        for name in ("adamw", *local_rates.START) if "," not in name
+    )  # fmt: skip
+    assert all(loss < adamw[seed] - 0.1 for own in ours for seed, loss in own.items())
+    assert all(set(own) >= {1, 2, 3} for own in ours)
