@@ -174,7 +174,7 @@ LION = {"weight_decay": 0.3}
 """Its steps are of one size, about three times Adam's, so its rate is lower and its decay higher."""
 
 _onebit = partial(fn.onebit_adam, **ADAM)
-_muloco = partial(fn.muloco, labels=labels, weight_decay=0.1)
+_muloco = partial(fn.muloco, labels=labels, weight_decay=0.1, outer_lr=0.9, outer_momentum=0.8)
 _int8_muon = partial(muon, codec=fn.int8())
 _fifth = "a warm-up of 20 %"
 _round = f"H = {H}, a warm-up of 8 %"

@@ -206,8 +206,7 @@ def contenders(rows: Sequence[Row], cell: Cell) -> dict[str, tuple[float, float]
     if (best := chosen(rows, cell)) is None:
         return {}
     rule = RULES[cell.method]
-    default = 1 - rule.fall * rule.default, rule.default
-    return {"tuned": best, "`rounds=`": rule(cell.rounds), "default": default, "paper": rule(10**4)}
+    return {"tuned": best, "`rounds=`": rule(cell.rounds), "default": rule(1), "paper": rule(10**4)}
 
 
 def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool) -> Iterator[list[Run]]:

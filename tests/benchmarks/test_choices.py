@@ -26,13 +26,14 @@ def test_a_docstring_in_contrib_has_the_factor_of_the_atlas(name: str) -> None:
 def test_the_first_hour_ran_with_the_rates_of_signatures_and_docstrings(method: str) -> None:
     """A rate that is changed makes its rows those of another method: take them out, and run again."""
     rows = json.loads((report.RESULTS / "first_hour.json").read_text())["rows"]
-    for task, setting in first_hour.TASKS.items():
-        base, _ = first_hour.tuned_rate(rows, task, setting.batches[0])
+    for task, batch in [(task, batch) for task, setting in first_hour.TASKS.items() for batch in setting.batches]:
+        base, _ = first_hour.tuned_rate(rows, task, batch)
         assert base is not None
-        own = [row for row in rows if (row["task"], row["method"]) == (task, method)]
-        shown = [row for row in own if row["seed"] != first_hour.TUNED_ON]
-        wanted = {first_hour.default_rate(method), first_hour.recommended_rate(method, base)}
-        assert {(row["lr"], row["seed"]) for row in shown} == {(lr, seed) for lr in wanted for seed in (1, 2, 3)}
+        own = [row for row in rows if (row["task"], row["method"], row["batch"]) == (task, method, batch)]
+        shown = {(row["lr"], row["seed"]) for row in own if row["seed"] != first_hour.TUNED_ON}
+        rates = {first_hour.default_rate(method), first_hour.recommended_rate(method, base)}
+        wanted = {(lr, seed) for lr in rates for seed in range(1, 6)}
+        assert shown == wanted or (shown < wanted and batch == first_hour.TASKS[task].batches[1])
 
 
 def test_the_search_comes_before_the_methods() -> None:

@@ -62,5 +62,7 @@ def test_default_rates_of_local_steps_train_a_small_model() -> None:
         by_seed(runs_of(rows, task="names", batch=32, method=name, lr=first_hour.default_rate(name)), "loss")
         for name in ("adamw", *local_rates.START) if "," not in name
     )  # fmt: skip
-    assert all(loss < adamw[seed] - 0.1 for own in ours for seed, loss in own.items())
-    assert all(set(own) >= {1, 2, 3} for own in ours)
+    for own in ours:
+        gaps = [own[seed] - adamw[seed] for seed in range(1, 6)]
+        assert max(gaps) < 0
+        assert sum(gaps) / 5 < -0.1

@@ -50,26 +50,26 @@ def row(seed: int, pair: tuple[float, float], tuning: float | None, loss: float)
 
 
 def test_the_outer_step_is_chosen_on_a_seed_and_split_that_the_table_does_not_show() -> None:
-    cell, best = CELL._replace(rounds=8, h=8, workers=4), rounds.SETTINGS[2]
+    cell, best = CELL._replace(rounds=8, h=8, workers=4), rounds.SETTINGS[0]
     rows = [row(0, pair, None if pair == (0.7, 0.9) else 2.0 + (pair != best), 9.0) for pair in rounds.SETTINGS]
-    shown = [row(seed, pair, 0.1, 3.0 + (pair != best)) for seed in rounds.SEEDS for pair in (best, (1.0, 0.0))]
+    shown = [row(seed, pair, 0.1, 3.0 + (pair != best)) for seed in rounds.SEEDS for pair in (best, (1.0, 0.3))]
     assert rounds.chosen(rows[:-1], cell) is None
     assert rounds.chosen([*shown, *rows], cell) == best
-    line = "| diloco | 8 | 8 | 4 | 1 / 0.3 | 3.000 | +1.000 ± 0.000 | +1.000 ± 0.000 |  |"
+    line = "| diloco | 8 | 8 | 4 | 1 / 0 | 3.000 | +1.000 ± 0.000 | +1.000 ± 0.000 |  |"
     assert line in rounds.table([*rows, *shown])
     assert all(math.isnan(x) for x in rounds.losses(rows, cell, (0.7, 0.9), "tuning").values())
 
 
 def test_the_papers_outer_step_is_for_long_runs() -> None:
     """
-    Differs: fn.local_optimizers.diloco: Without `rounds` the outer step is plain averaging; on the atlas's language
-        model the paper's rate of 0.7 and momentum of 0.9 ended 0.10 to 0.48 nats higher after 8 to 100 rounds.
+    Differs: fn.local_optimizers.diloco: Without `rounds` the outer rate is 1.0 and the momentum 0.3; on the atlas's
+        language model the paper's 0.7 and 0.9 ended 0.09 to 0.49 nats higher after 8 to 100 rounds.
     """
     rows, gaps = runs.read(ROOT / "benchmarks" / "results" / "rounds.json"), []
     for cell in rounds.cells("diloco"):
-        ours, papers = (rounds.losses(rows, cell, pair, "loss") for pair in ((1.0, 0.0), (0.7, 0.9)))
+        ours, papers = (rounds.losses(rows, cell, pair, "loss") for pair in ((1.0, 0.3), (0.7, 0.9)))
         gaps += [papers[seed] - ours[seed] for seed in {*rounds.CHOOSING} & ours.keys() & papers.keys()]
-    assert f"{min(gaps):.2f} to {max(gaps):.2f}" == "0.10 to 0.48"
+    assert f"{min(gaps):.2f} to {max(gaps):.2f}" == "0.09 to 0.49"
 
 
 def test_runs_that_are_there_are_not_taken_again() -> None:

@@ -32,7 +32,7 @@ def test_the_recorded_run_is_replayed(row: dict[str, Any]) -> None:
 
     Differs: fn.transforms.muon.scale_by_muon: both iterate in bfloat16, as dtype=torch.bfloat16 does.
 
-    Differs: fn.local_optimizers.muloco: matrices' steps are scaled for a rate of AdamW's; the authors' are scaled by
+    Differs: fn.local_optimizers.muloco: Matrices' steps are scaled for a rate of AdamW's; the authors' are scaled by
         sqrt(n / k), and have a rate of their own. The authors' program for one worker has momentum 0.95, b2 0.95 and an
         outer step of 0.7 and 0.6.
     """
