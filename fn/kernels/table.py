@@ -11,6 +11,7 @@ NotImplemented for arguments that it does not handle; then the next one is asked
 from __future__ import annotations
 
 import html
+import logging
 import textwrap
 import threading
 import warnings
@@ -25,6 +26,8 @@ import torch
 from fn.errors import expected
 from fn.kernels import known_answers
 from fn.kernels.schemas import SCHEMAS
+
+logger = logging.getLogger("fn")
 
 Kernel = Callable[..., Any]
 
