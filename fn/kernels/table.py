@@ -15,7 +15,7 @@ import logging
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -25,7 +25,7 @@ import torch
 
 from fn.errors import expected
 from fn.kernels import known_answers
-from fn.kernels.schemas import SCHEMAS
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS
 
 logger = logging.getLogger("fn")
 
@@ -47,6 +47,9 @@ BUILT_IN: Mapping[str, Mapping[str, str]] = {
 REFERENCE = "reference"
 COLUMNS = 100
 LEFT = 'style="text-align: left"'  # notebooks set cells to the right, as numbers
+HALVES = (torch.float16, torch.bfloat16)
+
+
 class Accelerator(NamedTuple):
     """A row of the table: what one kind of device brings.
 
@@ -255,6 +258,62 @@ def _believed(op: str, device_type: str) -> Iterator[Cell]:
             yield Cell(row.name, row.kernels[op])
         else:
             _refuse(device_type, row.name, op, reason)
+
+
+def warm_kernels(groups: Iterable[Mapping[str, Any]], compress: bool) -> None:
+    """Have the kernels of an accelerator compiled now, at construction, where steps in codes come later.
+
+    The first step of the compressed phase would otherwise wait for a compiler in the middle of a run.
+
+    Args: groups: param groups. compress: whether there will be codes.
+    """
+    dtypes: dict[torch.device, set[torch.dtype]] = {}
+    for p in (p for group in groups for p in group["params"]):
+        dtypes.setdefault(p.device, set()).add(p.dtype)
+    for device, kinds in dtypes.items() if compress else ():
+        if device.type != "cpu":
+            logger.info("kernels for %r are compiled, unless they are kept from before", device.type)
+            with torch.accelerator.device_index(device.index or 0):
+                warm(SCHEMAS, device.type)
+                warm_halves(ON_LISTS, device, kinds)
+
+
+def warm(ops: Iterable[str], device_type: str) -> None:
+    """Have the kernels of ops compiled and asked for known answers now, and not in the first step that needs them."""
+    for op in ops:
+        cells(op, device_type)
+
+
+def warm_halves(ops: Iterable[str], device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Run the kernels of ops on examples whose params are of each of `dtypes`, as far as these are half precision.
+
+    Known answers are asked in float32. A kernel on lists of tensors is compiled once more where params or gradients are
+    in half precision, which would take seconds in the middle of a run. What it returns here is not looked at: the
+    arithmetic is that of float32, which was.
+    """
+    kinds = [dtype for dtype in HALVES if dtype in {*dtypes}]
+    for op in ops:
+        for args in [args for dtype in kinds for args in _in_halves(op, dtype)]:
+            for cell in cells(op, device.type):
+                try:
+                    # The first kernel that takes them is the one that a step will run: the others need no compiling.
+                    if known_answers.outcome(op, cell.kernel, args, device) is not NotImplemented:
+                        break
+                except Exception as error:  # a step that needs it raises it again
+                    logger.warning("kernel %r of %r fails in half precision: %s", op, cell.provider, error)
+
+
+def _in_halves(op: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Yield the examples of an op with params or gradients in half precision; none for an op that takes neither.
+
+    Gradients are of the dtype of params, and of float32, as they come out of a mean.
+    """
+    for args in known_answers.examples(op):
+        named = dict(zip(ARGUMENTS[op], args, strict=True))
+        written = {"copies"} if named.get("copies") else {"params"}  # what is copied is an anchor, in float32
+        for cast in (written, {*written, "grads"}) if "grads" in named else (written,):
+            if cast & {*named}:
+                yield tuple([t.to(dtype) for t in x] if name in cast else x for name, x in named.items())
 
 
 # the table as text and as HTML

@@ -36,6 +36,7 @@ from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
 from fn.errors import RefusedByAll, expected
 from fn.inplace.memory import owned
+from fn.kernels.table import warm_kernels
 from fn.schedules import Schedule, always_warm_up, phase_of, phases_of
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
@@ -119,6 +120,7 @@ class Optimizer(Core):
         rate = {"lr": lr, **defaults}
         super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
         watch.at_start(self, given=given)
+        warm_kernels(self.param_groups, compress=bool(roles.find(self.states, "errors")))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group: its transform is made and its state starts at zero.
