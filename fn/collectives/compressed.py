@@ -205,7 +205,7 @@ class Servers(NamedTuple):
         """
         fused, received = self.fused, messages.exchange(payload, self.axis)
         # A kernel does not round the mean to half precision before it encodes it; the two halves in a row do.
-        if fused is not None and fused.serve and shard.element_size() >= 4 and fused.accepts(shard, server):
+        if fused is not None and fused.serve is not None and shard.element_size() >= 4 and fused.accepts(shard, server):
             with step_range("serve"):
                 payload, server = fused.serve(received, server)
             if observed():

@@ -256,7 +256,7 @@ def older(ages: tuple[Tensor, ...], corrected: bool, *, frozen: bool = False) ->
 
 def check_ages(ages: tuple[Tensor, ...], corrected: bool) -> None:
     """Refuse a state whose moments are bias-corrected where those here are not, or the other way round."""
-    if bool(ages) != corrected:
+    if (len(ages) > 0) != corrected:  # torch 2.11 compiles no bool of a tuple
         forms = ("as the papers have them", "bias-corrected, with their ages")
         cure = "make the optimizer as it was when the state was saved, or start anew"
         raise ValueError(expected("state", f"moments {forms[corrected]}", f"some {forms[not corrected]}", cure))

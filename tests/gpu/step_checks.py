@@ -121,7 +121,7 @@ class Training:
 
     def all(self, phase: Phase) -> list[Tensor]:
         """Return parameters and states, without the counts of steps; a local step that is left out still passes."""
-        names = (*LEFT_OUT, "step", "elapsed") if phase is Phase.LOCAL else LEFT_OUT
+        names = (*LEFT_OUT, "step", "ages", "elapsed") if phase is Phase.LOCAL else LEFT_OUT
         counts = {id(x) for name in names for x in tree.leaves(tree.fields(self.opt.states, name))}
         return [*(p.detach() for p in self.params), *(x for x in tree.leaves(self.opt.states) if id(x) not in counts)]
 
