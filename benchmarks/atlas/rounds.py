@@ -1,6 +1,7 @@
 """Measures which outer step fits a run of so many rounds, and what a rule and the defaults lose to it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --hours 0.1
+    python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --device cuda   # some hundred times as fast
     python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --show
 
 DiLoCo, MuLoCo and their kin train the atlas's language model for 8, 25 and 100 rounds of 8 or 32 steps, with 4 and 8
@@ -89,11 +90,13 @@ def trained(
     steps: int = 0,
     makes: Mapping[str, Callable[..., fn.Transform]] | None = None,
     watch: Callable[[int, Params], None] = lambda step, params: None,
+    device: str = "cpu",
 ) -> Iterator[tuple[Run, Params]]:
     """Train runs that differ in seeds, rates and outer steps only, all at once; yield each with its ranks' mean params.
 
     Args: schedule, steps: if not those of the runs' rounds. makes: methods other than `METHODS`. watch: is given
-            the number of steps and the params (runs, ranks, ...) after each.
+            the number of steps and the params (runs, ranks, ...) after each. device: on which they train; the params
+            that are yielded are on the CPU.
     """
     torch.set_num_threads(1)
     runs = sorted(runs, key=lambda run: (run.outer_lr, run.outer_momentum))
@@ -107,7 +110,7 @@ def trained(
     seeds = list(dict.fromkeys(run.seed for run in runs))
     own = torch.tensor([seeds.index(run.seed) for run in runs])  # (runs,)
     draws = [task.batches(seed, workers) for seed in seeds]
-    params = stacked([task.params(run.seed) for run in runs])  # (runs, ...)
+    params = {name: p.to(device) for name, p in stacked([task.params(run.seed) for run in runs]).items()}  # (runs, ...)
     first = parts[0][0]
     init = first(0.0).init
     dims = fn.rank_dims(init(task.params(runs[0].seed)))
@@ -123,29 +126,62 @@ def trained(
 
         return fn.simulate(step, "data", workers, **places)(*trained)
 
+    def taken(make: Any, when: Any, *given: Any) -> Any:
+        return vmap(partial(turn, make, when))(*given)
+
+    local = Replayed(taken) if device == "cuda" else taken
+    # Codes copy the lengths of their segments from the host, which a graph cannot record.
+    exchange = local if method in RULES else taken
     with sdpa_kernel(SDPBackend.MATH):  # the fused attention cannot be batched over workers
         for t in range(steps):
-            batch = tuple(torch.stack(part)[own] for part in zip(*(draw() for draw in draws), strict=True))
-            lr, when = torch.tensor([run.lr * rate(t, steps) for run in runs]), schedule(t)
+            batch = tuple(torch.stack(part)[own].to(device) for part in zip(*(draw() for draw in draws), strict=True))
+            lr, when = torch.tensor([run.lr * rate(t, steps) for run in runs]).to(device), schedule(t)
             given = lr, params, state, batch
-            if when in (fn.Phase.LOCAL, fn.Phase.WARMUP):  # before an exchange the outer step is not looked at
-                params, state = vmap(partial(turn, first, when))(*given)
+            if when in (fn.Round(), fn.Phase.LOCAL, fn.Phase.WARMUP):  # which does not look at the outer step
+                params, state = local(first, when, *given)
             else:
                 ended = [
-                    vmap(partial(turn, make, when))(*tree_map(lambda x, part=part: x[part], given))
-                    for make, part in parts
+                    exchange(make, when, *tree_map(lambda x, part=part: x[part], given)) for make, part in parts
                 ]
                 params, state = tree_map(lambda *x: torch.cat(x), *ended)
             watch(t + 1, params)
     for k, run in enumerate(runs):
-        yield run, {name: p[k].mean(0) for name, p in params.items()}
+        yield run, {name: p[k].mean(0).cpu() for name, p in params.items()}
 
 
-def train(runs: Sequence[Run], task: Task | None = None) -> list[Row]:
+class Replayed:
+    """Call a function of two keys and tensors: for the second time record its kernels, and later replay them.
+
+    Small models spend a step on launching kernels, and a CUDA graph launches them at once. What is returned is
+    overwritten by the next call.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.graphs: dict[Any, Any] = {}
+
+    def __call__(self, make: Any, when: Any, *given: Any) -> Any:
+        """Return what the function returns."""
+        key = make, when
+        if key not in self.graphs:  # which compiles kernels
+            self.graphs[key] = None
+            return self.function(*key, *given)
+        if self.graphs[key] is None:
+            graph, held = torch.cuda.CUDAGraph(), tree_map(torch.clone, given)
+            with torch.cuda.graph(graph):
+                result = self.function(*key, *held)
+            self.graphs[key] = graph, held, result
+        graph, held, result = self.graphs[key]
+        tree_map(lambda old, new: old.copy_(new), held, given)
+        graph.replay()
+        return result
+
+
+def train(runs: Sequence[Run], task: Task | None = None, device: str = "cpu") -> list[Row]:
     """Train as `trained` does; return a row for each run. Losses are None where they are not finite."""
     task, start = task or language_model(), time.perf_counter()
-    scores = [(run, task.score(params)) for run, params in trained(runs, task)]
-    facts = {"seconds": round((time.perf_counter() - start) / len(runs), 1), "commit": commit()}
+    scores = [(run, task.score(params)) for run, params in trained(runs, task, device=device)]
+    facts = {"device": device, "seconds": round((time.perf_counter() - start) / len(runs), 1), "commit": commit()}
     return [
         {**run._asdict(), "tuning": finite(score.tuning), "loss": finite(score.loss), **facts} for run, score in scores
     ]
@@ -293,6 +329,7 @@ def main() -> None:
     add = parser.add_argument
     add("--json", type=Path, default=Path("benchmarks/results/rounds.json"), metavar="FILE", help="where rows are kept")
     add("--hours", type=float, default=math.inf, metavar="X", help="begin no group of runs after so many hours")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="on which models train")
     add("--show", action="store_true", help="take no runs")
     add("--fresh", action="store_true", help="only the runs of the seeds that the table shows, of cells that chose")
     add("--methods", nargs="+", choices=list(RULES), default=list(RULES), metavar="METHOD")
@@ -312,7 +349,7 @@ def main() -> None:
             done = {tuple(row[name] for name in Run._fields) for row in rows}
             for own in exact_runs(rows, rounds, h).values():
                 if (group := [run for run in own if run not in done]) and time.monotonic() < end:
-                    rows += train(group)
+                    rows += train(group, device=args.device)
                     atlas.write(args.json, rows)
     for fresh in (False, True) if not args.exact else ():
         if args.show or (args.fresh and not fresh):
@@ -320,7 +357,7 @@ def main() -> None:
         for group in tqdm(list(groups(rows, wanted, fresh))):
             if time.monotonic() > end:
                 break
-            rows += train(group)
+            rows += train(group, device=args.device)
             atlas.write(args.json, rows)
     print(table(rows))
 

@@ -177,6 +177,7 @@ def main() -> None:
     add = parser.add_argument
     add("--json", type=Path, default=Path("benchmarks/results/scale.json"), metavar="FILE", help="where rows are kept")
     add("--hours", type=float, default=math.inf, metavar="X", help="begin no group of runs after so many hours")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="on which models train")
     add("--width", nargs="+", type=int, default=[32, 64], metavar="W", help="of the models, multiples of 16")
     add("--show", action="store_true", help="take no runs")
     add("--png", type=Path, metavar="FILE", help="where the picture goes")
@@ -185,7 +186,7 @@ def main() -> None:
     bar = tqdm(desc="groups of runs")
     for width in args.width:
         while not args.show and time.monotonic() < end and (group := missing(rows, width)):
-            rows += [{"width": width, **row} for row in train(group, language_model(size_of(width)))]
+            rows += [{"width": width, **row} for row in train(group, language_model(size_of(width)), args.device)]
             atlas.write(args.json, rows)
             bar.update()
     print(table(rows))
