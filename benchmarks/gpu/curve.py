@@ -1,4 +1,4 @@
-"""A training run on a GPU: 1-bit Adam, LoCo and votes beside AdamW, and beside the same runs on the CPU.
+"""A training run on a GPU: 1-bit Adam and LAMB beside AdamW, and beside the same runs on the CPU.
 
 A small network learns what a random one of the same shape says. The axis "data" has two ranks, of which the other one
 says what this one says, so that codes travel and errors are fed back.
@@ -26,9 +26,9 @@ NEAR_CPU, NEAR_ADAMW = 0.05, 0.5
 METHODS: dict[str, Callable[..., fn.Transform]] = {
     "adamw": fn.adamw,
     "onebit_adam": fn.onebit_adam,
-    "loco_adamw": fn.loco_adamw,
-    "sharded_onebit_adam": fn.sharded_onebit_adam,
+    "onebit_lamb": fn.onebit_lamb,
 }
+"""None that shards its state: the other rank, which says what this one says, has no shard of its own."""
 
 
 def checks(options: Options) -> Checks:
