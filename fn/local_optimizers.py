@@ -257,7 +257,7 @@ def sparse_loco(
 
 
 def muloco(
-    lr: float | Tensor = 0.01,
+    lr: float | Tensor = 0.013,
     momentum: float = 0.9,
     weight_decay: float = 0.01,
     *,
@@ -303,7 +303,7 @@ def muloco(
 
     Args:
         lr: of the local steps, of both kinds, which scale="rms_norm" of `scale_by_muon` makes equally long; start with
-            0.01.
+            0.013.
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW, with betas 0.9 and 0.99. None: all matrices are Muon's, for their shapes do not tell.
         momentum: Muon's. weight_decay: of both kinds.
