@@ -122,8 +122,9 @@ def diloco(
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
     Differs: if an exchange is not finite, the ranks keep their params; torchft takes all of them back to the anchor, as
         `outer` does with on_skip="anchor". Without `rounds` the outer rate is 1.0 and the momentum 0.3; on the atlas's
-        language model the paper's 0.7 and 0.9 ended 0.09 to 0.49 nats higher after 8 to 100 rounds. The default rate of
-        local steps is 0.005, for small models; the paper's is 0.0004.
+        language model the paper's 0.7 and 0.9 ended 0.09 to 0.37 nats higher in 11 of 12 kinds of runs of 8 to 100
+        rounds, and as high in the 12th. The default rate of local steps is 0.005, for small models; the paper's is
+        0.0004.
     """
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     outer_tx = _outer_nesterov(OF_DILOCO, rounds, outer_lr, outer_momentum)

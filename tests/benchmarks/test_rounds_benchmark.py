@@ -12,6 +12,7 @@ import fn
 from benchmarks.atlas import rounds, runs
 from benchmarks.atlas import train as atlas
 from benchmarks.atlas.methods import Method
+from benchmarks.atlas.paired import difference
 from benchmarks.atlas.tasks import Score, Task
 from benchmarks.measure import ROOT
 
@@ -63,13 +64,20 @@ def test_the_outer_step_is_chosen_on_a_seed_and_split_that_the_table_does_not_sh
 def test_the_papers_outer_step_is_for_long_runs() -> None:
     """
     Differs: fn.local_optimizers.diloco: Without `rounds` the outer rate is 1.0 and the momentum 0.3; on the atlas's
-        language model the paper's 0.7 and 0.9 ended 0.09 to 0.49 nats higher after 8 to 100 rounds.
+        language model the paper's 0.7 and 0.9 ended 0.09 to 0.37 nats higher in 11 of 12 kinds of runs of 8 to 100
+        rounds, and as high in the 12th.
     """
     rows, gaps = runs.read(ROOT / "benchmarks" / "results" / "rounds.json"), []
     for cell in rounds.cells("diloco"):
         ours, papers = (rounds.losses(rows, cell, pair, "loss") for pair in ((1.0, 0.3), (0.7, 0.9)))
-        gaps += [papers[seed] - ours[seed] for seed in {*rounds.CHOOSING} & ours.keys() & papers.keys()]
-    assert f"{min(gaps):.2f} to {max(gaps):.2f}" == "0.09 to 0.49"
+        gap = difference({seed: papers[seed] for seed in rounds.SEEDS}, ours)
+        assert gap is not None
+        gaps.append(gap)
+    equal, *higher = sorted(gaps, key=lambda gap: gap.mean)
+    assert equal.verdict == "not told apart"
+    assert len(higher) == 11
+    assert {gap.verdict for gap in higher} == {"higher"}
+    assert f"{higher[0].mean:.2f} to {higher[-1].mean:.2f}" == "0.09 to 0.37"
 
 
 def test_runs_that_are_there_are_not_taken_again() -> None:
