@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from fn import tree
@@ -31,7 +30,6 @@ from fn.errors import expected
 
 Tree = Any
 C = TypeVar("C", bound=type)
-_TENSORS = {Tensor, torch.nn.Parameter}
 
 
 class Roles(NamedTuple):
@@ -92,15 +90,7 @@ def find(state: Tree, role: str) -> list[Tree]:
 
     Raises: AttributeError if there is no such role.
     """
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        values = [getattr(state, name) for name in getattr(roles_of(state), role)]
-        return values + [deeper for value in state for deeper in find(value, role)]
-    if not isinstance(state, tuple | list | dict):
-        return []
-    inside = state.values() if isinstance(state, dict) else state
-    if {*map(type, inside)} <= _TENSORS:
-        return []  # without a look at each: states hold long lists
-    return [deeper for value in inside if not isinstance(value, Tensor) for deeper in find(value, role)]
+    return [getattr(node, name) for node in tree.named_tuples(state) for name in getattr(roles_of(node), role)]
 
 
 def replace(state: Tree, role: str, f: Callable[[Tree], Tree]) -> Tree:
@@ -117,11 +107,7 @@ def replace(state: Tree, role: str, f: Callable[[Tree], Tree]) -> Tree:
             if name not in values
         }
         return type(state)(**values, **deeper)
-    if isinstance(state, dict):
-        return {key: replace(value, role, f) for key, value in state.items()}
-    if isinstance(state, tuple | list):
-        return type(state)(replace(value, role, f) for value in state)
-    return state
+    return tree.rebuilt(state, lambda value: replace(value, role, f))
 
 
 def roles_of(state: Tree) -> Roles:
@@ -150,12 +136,8 @@ def check_same_params(state: Tree, where: str = "") -> None:
 
     Args: state: of the inner optimizer. where: of which ranks, in the message.
     """
-    if isinstance(state, tuple) and hasattr(state, "_fields") and has_local_params(state):
+    if any(map(has_local_params, tree.named_tuples(state))):
         raise ValueError(expected("inner", f"params that are the same on all ranks{where}", "each rank's own"))
-    if isinstance(state, tuple | list | dict):
-        for value in state.values() if isinstance(state, dict) else state:
-            if not isinstance(value, Tensor):
-                check_same_params(value, where)
 
 
 def agreed_of(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None] | None:
@@ -192,10 +174,8 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
         marks |= dict.fromkeys(said.owned, OWNED) | dict.fromkeys(said.plan, PLAN)
         fields = zip(states._fields, states, strict=True)
         return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))
-    if isinstance(states, tuple | list):
-        return type(states)(kinds(value, mark) for value in states)
-    if isinstance(states, dict):
-        return {key: kinds(value, mark) for key, value in states.items()}
+    if isinstance(states, tuple | list | dict):
+        return tree.rebuilt(states, lambda value: kinds(value, mark))
     return tree.map(lambda _: mark, states)
 
 
@@ -204,18 +184,14 @@ def check(state: Tree) -> None:
 
     Raises: TypeError for what is no declaration; ValueError for a name that is no field.
     """
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        rank_local(state)
-        roles, kind = roles_of(state), type(state).__name__
+    for node in tree.named_tuples(state):
+        rank_local(node)
+        roles, kind = roles_of(node), type(node).__name__
         if not isinstance(roles, Roles):
             cure = "write fn.Roles(second_moment=('nu',))"
             raise TypeError(expected(f"{kind}.roles", "an fn.Roles", type(roles).__name__, cure))
         for role, named in roles._asdict().items():
-            _check_names(state, f"roles.{role}", named)
-    if isinstance(state, tuple | list | dict):
-        for value in state.values() if isinstance(state, dict) else state:
-            if not isinstance(value, Tensor):
-                check(value)
+            _check_names(node, f"roles.{role}", named)
 
 
 def declare(

@@ -206,42 +206,40 @@ def _misfit(like: Tensor, leaf: Any) -> str:
     return f"{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
+def inside(tree: Tree) -> Sequence[Any]:
+    """Return the trees in a tuple, list or dict; none in a tensor, nor in what holds tensors only."""
+    values = [*tree.values()] if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return () if {*_map(type, values)} <= _TENSORS else values  # without a look at each: states hold long lists
+
+
+def named_tuples(tree: Tree) -> list[Any]:
+    """Return the NamedTuples in a tree, outermost first."""
+    deeper = [found for value in inside(tree) for found in named_tuples(value)]
+    return [tree, *deeper] if isinstance(tree, tuple) and hasattr(tree, "_fields") else deeper
+
+
 def fields(tree: Tree, name: str) -> list[Tree]:
     """Return the values of every field of that name in the NamedTuples of a tree, outermost first."""
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        values = [getattr(tree, name)] if name in tree._fields else []
-        return values + [deeper for value in tree for deeper in fields(value, name)]
-    if isinstance(tree, tuple | list):
-        if {*_map(type, tree)} <= _TENSORS:
-            return []  # without a look at each: states hold long lists
-        return [deeper for value in tree if not isinstance(value, Tensor) for deeper in fields(value, name)]
-    if isinstance(tree, dict):
-        return [deeper for value in tree.values() for deeper in fields(value, name)]
-    return []
+    return [getattr(node, name) for node in named_tuples(tree) if name in node._fields]
 
 
 def instances(tree: Tree, kind: type | tuple[type, ...]) -> list[Any]:
     """Return the NamedTuples of a type, or of one of several, in a tree, outermost first."""
-    matches = [tree] if isinstance(tree, kind) else []
-    if not isinstance(tree, tuple | list | dict):
-        return matches
-    inside = tree.values() if isinstance(tree, dict) else tree
-    if {*_map(type, inside)} <= _TENSORS:
-        return matches  # without a look at each: states hold long lists
-    return matches + [deeper for value in inside for deeper in instances(value, kind)]
+    return [node for node in named_tuples(tree) if isinstance(node, kind)]
+
+
+def rebuilt(tree: Tree, f: Callable[[Any], Any]) -> Tree:
+    """Return a tuple, list or dict with f of each tree in it; anything else as it is."""
+    if isinstance(tree, dict):
+        return {key: f(value) for key, value in tree.items()}
+    if not isinstance(tree, tuple | list):
+        return tree
+    return type(tree)(*_map(f, tree)) if hasattr(tree, "_fields") else type(tree)(_map(f, tree))
 
 
 def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) -> Tree:
     """Return the tree with every NamedTuple of a type, or of one of several, replaced by f of it, outermost first."""
-    if isinstance(tree, kind):
-        return f(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(replace(value, kind, f) for value in tree))
-    if isinstance(tree, tuple | list):
-        return type(tree)(replace(value, kind, f) for value in tree)
-    if isinstance(tree, dict):
-        return {key: replace(value, kind, f) for key, value in tree.items()}
-    return tree
+    return f(tree) if isinstance(tree, kind) else rebuilt(tree, lambda value: replace(value, kind, f))
 
 
 class Slices(NamedTuple):

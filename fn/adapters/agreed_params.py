@@ -110,8 +110,6 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Tree]:
 
     Args: own: whether this is one rank's own. Raises: ValueError for one of which it is not known what ranks agree on.
     """
-    if isinstance(state, Tensor):
-        return
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         says = roles.agreed_of(state)
         if says is not None and not own:
@@ -124,8 +122,8 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Tree]:
         local = roles.rank_local(state)
         for name, value in zip(state._fields, state, strict=True):
             yield from _apart(value, own or name in local)
-    elif isinstance(state, tuple | list | dict):
-        for value in state.values() if isinstance(state, dict) else state:
+    else:
+        for value in tree.inside(state):
             yield from _apart(value, own)
 
 

@@ -265,11 +265,7 @@ def rank_dims(state: Any) -> Any:
         local = rank_local(state)
         fields = zip(state._fields, state, strict=True)
         return type(state)(*(tree.map(lambda _: 0, v) if k in local else rank_dims(v) for k, v in fields))
-    if isinstance(state, (tuple, list)):
-        return type(state)(rank_dims(v) for v in state)
-    if isinstance(state, dict):
-        return {k: rank_dims(v) for k, v in state.items()}
-    return None
+    return tree.rebuilt(state, rank_dims) if isinstance(state, tuple | list | dict) else None
 
 
 _stepping: dict[str, tuple[threading.Thread, int]] = {}

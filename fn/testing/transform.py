@@ -319,4 +319,4 @@ def _changed(before: Tree, after: Tree) -> set[str]:
 
 def _has_local_params(state: Tree) -> bool:
     """Tell whether a class of states says that each rank goes to params of its own."""
-    return any(has_local_params(s) for s in tree.instances(state, tuple) if hasattr(s, "_fields"))
+    return any(map(has_local_params, tree.named_tuples(state)))

@@ -115,8 +115,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
 
 def _guards_itself(state: Tree) -> bool:
     """Tell whether what is watched is each rank's own behind the warm-up, so that ranks would skip apart."""
-    classes = [x for x in tree.instances(state, tuple) if hasattr(x, "_fields")]
-    return any(roles.rank_local(x).intersection(roles.roles_of(x).watched) for x in classes)
+    return any(roles.rank_local(x).intersection(roles.roles_of(x).watched) for x in tree.named_tuples(state))
 
 
 def is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:

@@ -131,10 +131,7 @@ def _have_their_own(state: Tree) -> bool:
         said = roles.roles_of(state)
         if roles.rank_local(state).difference(said.errors, said.taken):
             return True
-    if not isinstance(state, tuple | list | dict):
-        return False
-    inside = state.values() if isinstance(state, dict) else state
-    return any(_have_their_own(value) for value in inside if not isinstance(value, Tensor))
+    return any(map(_have_their_own, tree.inside(state)))
 
 
 def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
