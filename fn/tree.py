@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # The `map` of this module hides Python's.
 from builtins import map as _map
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -292,3 +292,20 @@ def by_path(t: Tree, prefix: str = "") -> dict[str, Any]:
     {'state.a.0': 1, 'state.a.1': 2}
     """
     return {f"{prefix}{path}": leaf for path, leaf in zip(paths(t), leaves(t), strict=True)}
+
+
+def in_groups(f: Callable[..., Sequence[Any]], keys: Iterable[Any], *lists: Sequence[Any]) -> list[Any]:
+    """Return what f makes of entries of lists, where it is given those of a key together, in the order of the entries.
+
+    >>> in_groups(lambda some: [sum(some)] * len(some), "aba", [1, 2, 3])
+    [4, 2, 4]
+
+    Args: f: of as many lists as there are, to a result for each entry. keys: one for each entry.
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        groups.setdefault(key, []).append(place)
+    results: dict[int, Any] = {}
+    for places in groups.values():
+        results.update(zip(places, f(*([entries[i] for i in places] for entries in lists)), strict=True))
+    return [results[place] for place in range(len(results))]

@@ -6,7 +6,7 @@ saved, would then be chance. What they agree on is in the state: the anchor of `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,16 +93,10 @@ def agreed_pairs(core: Core) -> list[tuple[Tensor, Tensor]]:
             continue
         for own, places in zip(apart, _places(core, unit, members, apart), strict=True):
             chosen = [members[i] for i in places]
-            agreed = _agreed_by(own)(own, chosen)
+            says: Any = roles.agreed_of(own)  # `_apart` yields only states that say it
+            agreed = says(own, chosen)
             pairs += [] if agreed is None else [*zip(chosen, agreed, strict=True)]
     return pairs
-
-
-def _agreed_by(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None]:
-    # `_apart` yields only states that say it.
-    said = roles.agreed_of(state)
-    assert said is not None
-    return said
 
 
 def _apart(state: Tree, own: bool = False) -> Iterator[Tree]:

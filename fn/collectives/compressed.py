@@ -238,9 +238,7 @@ def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[S
     return x
 
 
-def _gather(
-    x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[Segments | None], count: int
-) -> Tensor:
+def _gather(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[Segments | None], count: int) -> Tensor:
     """All-gather x over the first `count` hops, the last of them first; replace each hop's error by the next."""
     for i in reversed(range(count)):
         hop = plan[i]

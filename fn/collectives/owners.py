@@ -270,20 +270,17 @@ def _simulated(items: Sequence[Tree], axis: str, collective: Collective, among: 
     """Return all items of all simulated ranks, W rows each, and count what real ranks would send in the mean."""
     size = axes.axis_size(axis)
     leaves, structure = tree.flatten([*items])
-    kinds: dict[torch.dtype, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        kinds.setdefault(leaf.dtype, []).append(i)
-    found: dict[int, Tensor] = {}
-    length = _bytes(leaves)
-    for places in kinds.values():  # one message on real ranks, so it is counted once
+    uncounted = [_bytes(leaves)]  # one message on real ranks, so it is counted once
+
+    def gathered(some: Sequence[Tensor]) -> list[Tensor]:
         # (1, ...) of each item -> (n,)
-        message = torch.cat([leaves[i].reshape(-1) for i in places])
-        rows = primitives.gather_simulated(message, axis, collective, length, among)
-        length = 0
+        message = torch.cat([x.reshape(-1) for x in some])
+        rows = primitives.gather_simulated(message, axis, collective, uncounted.pop() if uncounted else 0, among)
         # (W, n) -> (W, n_i) -> (W, ...)
-        for i, part in zip(places, rows.split([leaves[i].numel() for i in places], dim=1), strict=True):
-            found[i] = part.reshape(size, *leaves[i].shape[1:])
-    made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+        parts = rows.split([x.numel() for x in some], dim=1)
+        return [part.reshape(size, *x.shape[1:]) for x, part in zip(some, parts, strict=True)]
+
+    made: list[Tree] = tree.unflatten(structure, tree.in_groups(gathered, [x.dtype for x in leaves], leaves))
     return made
 
 
@@ -291,20 +288,17 @@ def _simulated_rows(items: Sequence[Tree], owners: Sequence[int], axis: str) -> 
     """Return this simulated rank's row of each item of its owner, and count as `_simulated` does."""
     size = axes.axis_size(axis)
     leaves, structure = tree.flatten([*items])
-    owner_of = [owner for item, owner in zip(items, owners, strict=True) for _ in tree.leaves(item)]
-    kinds: dict[torch.dtype, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        kinds.setdefault(leaf.dtype, []).append(i)
-    found: dict[int, Tensor] = {}
-    length = _bytes(leaves) // size
-    for places in kinds.values():  # one message on real ranks, so it is counted once
+    of_leaves = [owner for item, owner in zip(items, owners, strict=True) for _ in tree.leaves(item)]
+    uncounted = [_bytes(leaves) // size]
+
+    def exchanged(some: Sequence[Tensor], of_some: Sequence[int]) -> list[Tensor]:
         # (W, ...) of each item -> (W, n)
-        message = torch.cat([leaves[i].reshape(size, -1) for i in places], dim=1)
-        rows = primitives.exchange_simulated(message, axis, length)
-        length = 0
-        widths = [leaves[i].numel() // size for i in places]
+        message = torch.cat([x.reshape(size, -1) for x in some], dim=1)
+        rows = primitives.exchange_simulated(message, axis, uncounted.pop() if uncounted else 0)
         # (W, n) -> (W, n_i) -> the row that its owner sent, (1, ...)
-        for i, part in zip(places, rows.split(widths, dim=1), strict=True):
-            found[i] = part[owner_of[i]].reshape(1, *leaves[i].shape[1:])
-    made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+        parts = rows.split([x.numel() // size for x in some], dim=1)
+        return [part[o].reshape(1, *x.shape[1:]) for x, part, o in zip(some, parts, of_some, strict=True)]
+
+    found = tree.in_groups(exchanged, [x.dtype for x in leaves], leaves, of_leaves)
+    made: list[Tree] = tree.unflatten(structure, found)
     return made

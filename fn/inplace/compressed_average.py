@@ -213,9 +213,7 @@ class CodedAverage(NamedTuple):
 
         return self.average_rows(mu, sync, rows) if self.inner else self._average(self.plan(mu, sync), rows, encoded)
 
-    def _encoded(
-        self, plan: BucketPlan, mu: list[Tensor], grads: list[Tensor], decay: float
-    ) -> tuple[Tree, Tree]:
+    def _encoded(self, plan: BucketPlan, mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Tree]:
         """Encode the moving averages of a bucket."""
         assert plan.fused is not None
         assert plan.fused.averages is not None

@@ -44,9 +44,7 @@ class Head(NamedTuple):
 
         return updates, write
 
-    def gradients(
-        self, updates: Tree, state: Tree, params: Tree, mu: Tree
-    ) -> tuple[list[Tensor], Callable[[], None]]:
+    def gradients(self, updates: Tree, state: Tree, params: Tree, mu: Tree) -> tuple[list[Tensor], Callable[[], None]]:
         """Return the same for moments like `mu`, as their kernels take it: contiguous, all in one dtype, not wider."""
         updates, write = self.run(updates, state, params)
         tree.check_updates(updates, mu)

@@ -16,13 +16,7 @@ from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
 from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
-from fn.transforms.zero_one_adam import (
-    LocalStep,
-    SynchronisingStep,
-    VarianceStep,
-    ZeroOneAdam,
-    ZeroOneAdamState,
-)
+from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep, ZeroOneAdam, ZeroOneAdamState
 
 Tree = Any
 

@@ -457,11 +457,7 @@ EVERYWHERE = (momentum_rows, momentum_encode, quantize_feedback, onebit_adam_, a
 ON_ACCELERATORS = (
     elementwise_, sums_of_squares, drift, largest_magnitude, onebit_lamb_moments_, lamb_step_,
 )  # fmt: skip
-ON_CPU = (
-    reference.steps.drift,
-    reference.steps.onebit_lamb_moments_,
-    reference.steps.lamb_step_,
-)
+ON_CPU = (reference.steps.drift, reference.steps.onebit_lamb_moments_, reference.steps.lamb_step_)
 """References that are good enough for a CPU: their temporaries are those of one tensor, and without these 1-bit
 LAMB's and 0/1 Adam's steps would be the pure ones."""
 

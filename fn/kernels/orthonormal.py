@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.kernels.tracing import is_concrete
 
 BY_QR = frozenset({"cpu"})
@@ -49,14 +50,7 @@ def by_cholesky(stacks: Sequence[Tensor]) -> list[Tensor]:
 
     Paper: Fukaya et al., Shifted Cholesky QR (arXiv 1809.11085), algorithm 4.2, on columns of length 1.
     """
-    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    for i, x in enumerate(stacks):
-        alike.setdefault((x.shape[2], x.dtype, x.device), []).append(i)
-    bases = list(stacks)
-    for places in alike.values():
-        for i, basis in zip(places, _by_cholesky([stacks[i] for i in places]), strict=True):
-            bases[i] = basis
-    return bases
+    return tree.in_groups(_by_cholesky, [(x.shape[2], x.dtype, x.device) for x in stacks], stacks)
 
 
 def _by_cholesky(stacks: list[Tensor]) -> list[Tensor]:

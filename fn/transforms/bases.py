@@ -355,15 +355,9 @@ class _Room:
 
 def _by_kind(f: Callable[..., list[Any]], tensors: Sequence[Tensor], *others: Sequence[Any]) -> list[Any]:
     """Return f(tensors, others) of those that are alike in dtype and device, and of others one by one; in order."""
-    groups: dict[Any, list[int]] = {}
     together = is_concrete(*tensors) and not is_recorded(tensors)
-    for i, x in enumerate(tensors):
-        groups.setdefault((x.dtype, x.device) if together else i, []).append(i)
-    results: dict[int, Any] = {}
-    for places in groups.values():
-        chosen = ([of_all[i] for i in places] for of_all in (tensors, *others))
-        results.update(zip(places, f(*chosen), strict=True))
-    return [results[i] for i in range(len(tensors))]
+    keys = [(x.dtype, x.device) if together else i for i, x in enumerate(tensors)]
+    return tree.in_groups(f, keys, tensors, *others)
 
 
 class _Piece(NamedTuple):

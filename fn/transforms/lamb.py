@@ -212,9 +212,7 @@ def scale_by_onebit_lamb(
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         updates, params = check_arguments(updates, state, params, OnebitLambState, "mu")
         # All tensors at one scale: the codes have a single one for the whole model, in which small momenta would drown.
-        sent = tree.map(
-            lambda g, m, s: torch.lerp(g.to(m.dtype), m, hyper.b1) * s, updates, state.mu, state.scaling
-        )
+        sent = tree.map(lambda g, m, s: torch.lerp(g.to(m.dtype), m, hyper.b1) * s, updates, state.mu, state.scaling)
         mean, sync_state = sync.compressed_update(sent, state.sync, params)
         # Back from the common scale, with the factors that it was sent with; all ranks have the same ones.
         mu = keep_unseen_at_zero(tree.map(lambda m, s: m / s, mean, state.scaling), state.nu)

@@ -274,9 +274,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     facts = Facts(whole=("partition by a function",) if callable(labels) else ())
     if not callable(labels) and any(isinstance(label, Label) for label in tree.leaves(labels)):
         facts = Facts(whole=("partition into parts",))
-    exchanges = [
-        _of_label(label, tx.exchange, places) for label, tx in transforms.items() if tx.exchange is not None
-    ]
+    exchanges = [_of_label(label, tx.exchange, places) for label, tx in transforms.items() if tx.exchange is not None]
     exchange = _one_after_the_other(exchanges) if exchanges else None
     tx = combine([*transforms.values()], init, compose, facts, exchange=exchange)
     branches = [*map(facts_of, transforms.values())]

@@ -19,9 +19,7 @@ from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import check_fragments
 
 
-def check_outer(
-    inner: Any, outer_tx: Any, sync: Any, fragments: Any, alpha: Any, store: Any, on_skip: Any
-) -> None:
+def check_outer(inner: Any, outer_tx: Any, sync: Any, fragments: Any, alpha: Any, store: Any, on_skip: Any) -> None:
     """Refuse what `outer` cannot take, with a TypeError or ValueError that names the argument."""
     check_inner(inner, sync)
     check_outer_tx(outer_tx)

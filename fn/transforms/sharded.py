@@ -33,12 +33,7 @@ from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
-from fn.collectives.compressed import (
-    ErrorFeedbackState,
-    all_gather_shards,
-    compressed_all_reduce,
-    reduce_scatter_wide,
-)
+from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, compressed_all_reduce, reduce_scatter_wide
 from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows

@@ -279,8 +279,3 @@ def _sums(grads: Sequence[Tensor]) -> Tensor:
 def _tell(rows: Tensor) -> bool:
     """Tell whether sums of all ranks say something of their gradients: they are finite, and not all zero."""
     return bool(torch.isfinite(rows).all()) and bool(rows.any())
-
-
-def in_doubt(refuse_averaged: bool) -> set[Phase]:
-    """Return the phases whose first step looks at its gradients."""
-    return {Phase.WARMUP, Phase.COMPRESSED} if refuse_averaged else set()

@@ -107,7 +107,8 @@ class Optimizer(Core):
     ):
         self.make = groups.check_make(make)
         self.untrained: list[tuple[str, Tensor]] = []  # what required no gradients, and has no state
-        self.doubts = gradients.in_doubt(refuse_averaged)  # phases whose gradients are looked at
+        # phases whose first step looks at its gradients
+        self.doubts = {Phase.WARMUP, Phase.COMPRESSED} if refuse_averaged else set[Phase]()
         self.taken = set[Phase]()  # phases of the steps so far
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)

@@ -16,17 +16,7 @@ from torch import Tensor
 from fn import tree
 from fn.arguments import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
-from fn.collectives.codecs.codec import (
-    Codec,
-    Fused,
-    Segments,
-    identity,
-    pack,
-    segmented,
-    segments_of,
-    tile,
-    unpack,
-)
+from fn.collectives.codecs.codec import Codec, Fused, Segments, identity, pack, segmented, segments_of, tile, unpack
 from fn.collectives.feedback import Classic, Decayed, Differences
 from fn.errors import expected
 from fn.kernels import memory_pool

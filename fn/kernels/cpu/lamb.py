@@ -35,9 +35,7 @@ from fn.kernels.rules import (
 
 
 @compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
-def fresh_piece(
-    p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, q, u, ratio, count
-):
+def fresh_piece(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, q, u, ratio, count):
     """Take the momentum, move the second moment that goes on; write q, u and the ratios of denominators."""
     param, new, m, v, f = floats(p), floats(x), floats(mu), floats(nu), floats(fresh)
     to_q, to_u, to_ratio = floats(q), floats(u), floats(ratio)
@@ -65,9 +63,7 @@ def fresh_blocks(
             at, count = 4 * (offset + i), min(STEP, length - i)
             p, x, mu, nu = ints(ps)[s] + at, ints(xs)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
             fresh = ints(freshes)[s] + at
-            fresh_piece(
-                p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, q, u, ratio, count
-            )
+            fresh_piece(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, q, u, ratio, count)
             peak = larger_magnitude(peak, ratio, count)
             of_q += sum_of_squares(floats(q), count)
             of_u += sum_of_squares(floats(u), count)

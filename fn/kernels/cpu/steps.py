@@ -59,9 +59,7 @@ def average(mu, g, decay, out, have, count):
 
 
 @compiled()
-def encode_averages(
-    low, high, grid, mus, gs, widths, sizes, decay, buffer, sent, out, bits, squares, scratch
-):
+def encode_averages(low, high, grid, mus, gs, widths, sizes, decay, buffer, sent, out, bits, squares, scratch):
     """Encode with feedback the moving averages of tensors, as `signs.encode_blocks`."""
     b = scratch + 4 * STEP
     for k in range(low, high):

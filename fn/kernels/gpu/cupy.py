@@ -181,9 +181,7 @@ def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor
     return encoded if encoded is NotImplemented else encoded[1:]
 
 
-def _encode(
-    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor | None
-) -> Any:
+def _encode(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor | None) -> Any:
     row, table = _cut(tuple(runs), x.device)
     if not row.aligned or any(t.dtype == torch.float64 for t in (x, buffer, sent)):
         return NotImplemented

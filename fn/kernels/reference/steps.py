@@ -199,15 +199,7 @@ def adamw_into_(
     return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 
 
-def _descend(
-    p: Tensor,
-    m: Tensor,
-    v: Tensor,
-    eps: float,
-    weight_decay: float,
-    lr: float,
-    max_step: float,
-) -> None:
+def _descend(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, max_step: float) -> None:
     u = clamped(over_root(m, v, eps), max_step)
     p.copy_(rules.descended(p.to(u.dtype), u, weight_decay, lr))
 

@@ -16,17 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from fn.kernels.gpu.triton.blocks import (
-    add_up,
-    block_of,
-    jit,
-    kernel,
-    launch,
-    lists_of,
-    load,
-    pointer,
-    store,
-)
+from fn.kernels.gpu.triton.blocks import add_up, block_of, jit, kernel, launch, lists_of, load, pointer, store
 from fn.kernels.gpu.triton.rules import RULES
 from fn.kernels.reference.lists import RESULTS as COUNTS
 
