@@ -258,19 +258,6 @@ def recorded(case: Case, t: int) -> fn.Transform:
     return fn.average_params(inner_of(case.hyper["inner"]), sync)
 
 
-def replay_sparta(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    """Take all steps, from gradients at our own params; return how far off anything was, in units of the tolerance."""
-    gradients, worst = case.gradients(rank), [0.0]
-    for t in range(int(case.hyper["steps"])):
-        params, state = step(recorded(case, t), Round(0, 0), gradients(t, params), state, params)
-        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
-        for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
-            if f"p0.{name}" in case.arrays:
-                leaves = recorded_form(state.inner, field, case.hyper["inner"].get("betas"))
-                worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
-    return max(worst)
-
-
 class TwiceState(NamedTuple):
     """States of `average_params` and of `outer`, whose own inner optimizer rests."""
 
@@ -296,21 +283,21 @@ def both(tx: tuple[fn.Transform, fn.Transform], when: Round, g: Any, s: TwiceSta
     return p, TwiceState(of_shared, of_rounds)
 
 
-def replay_both(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    gradients, worst = case.gradients(rank), [0.0]
+def replayed(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    """Take all steps, from gradients at our own params; return how far off anything was, in units of the tolerance."""
+    gradients, worst, twice = case.gradients(rank), [0.0], case.row["method"] == "sparta_diloco"
     for t in range(int(case.hyper["steps"])):
-        when = Round(0, 0) if case.arrays["applied"][t] >= 0 else Round()
-        tx = recorded(case, t), sparta_diloco(case)
+        tx, when = recorded(case, t), Round(0, 0)
+        if twice:
+            tx, when = (tx, sparta_diloco(case)), Round(0, 0) if case.arrays["applied"][t] >= 0 else Round()
         params, state = step(tx, when, gradients(t, params), state, params)
         worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
-            leaves = recorded_form(state.shared.inner, field, case.hyper["inner"].get("betas"))
-            worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
+            if twice or f"p0.{name}" in case.arrays:
+                inner = (state.shared if twice else state).inner
+                leaves = recorded_form(inner, field, case.hyper["inner"].get("betas"))
+                worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
     return max(worst)
-
-
-def replayed(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    return (replay_both if case.row["method"] == "sparta_diloco" else replay_sparta)(case, step, state, params, rank)
 
 
 def how(case: Case) -> tuple[fn.Transform, Any]:

@@ -62,11 +62,8 @@ class World:
     @property
     def own(self) -> Any:
         """Return the state of `outer`."""
-        (anchor,) = tree.fields(self.state, "anchor")
-        assert anchor
-        found: list[Any] = []
-        tree.replace(self.state, fn.OuterState, lambda s: found.append(s) or s)
-        return found[0]
+        (own,) = tree.instances(self.state, fn.OuterState)
+        return own
 
 
 def bits(t: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from simulated import World
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -68,31 +69,13 @@ WAYS = ("tcp", "gloo", "device")
 """Over connections of our own; over gloo; tensor by tensor and with codes that are joined, as on a device."""
 
 
-class World:
-    """A transform on simulated ranks whose params stay the same on all of them, which simulate proves."""
-
-    def __init__(self, tx: fn.Transform, params: Any, world: int):
-        self.tx, self.params, self.world = tx, params, world
-        self.dims = fn.rank_dims(tx.init(params))
-        self.state = fn.simulate(tx.init, "data", world, in_dims=None, out_dims=self.dims)(params)
-
-    def step(self, phase: Phase, g: Any) -> Any:
-        def on_rank(g: Any, s: Any, p: Any) -> Any:
-            u, s = self.tx.update(phase)(g, s, p)
-            return fn.apply_updates(p, u), s
-
-        dims = {"in_dims": (0, self.dims, None), "out_dims": (None, self.dims)}
-        self.params, self.state = fn.simulate(on_rank, "data", self.world, **dims)(g, self.state, self.params)
-        return self.params
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize("phase", [W, C])
 def test_an_exact_step_is_that_of_all_ranks(world: int, phase: Phase) -> None:
     whole, owned = (World(tx, start(), world) for tx in (fn.chain(fn.average("data"), inner()), MAKES["exact"]()))
     for t in range(4):
         g = gradients(world, t)
-        expected, found = whole.step(W, g), owned.step(phase, g)
+        expected, found = whole.step(W, g).params, owned.step(phase, g).params
     for name in SHAPES:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
 
@@ -154,7 +137,7 @@ def test_real_ranks_take_the_steps_of_simulated_ones(world: int) -> None:
         name, _, dtype = way
         simulated = World(MAKES[name](), start(dtype), world)
         with fn.ledger() as sent:
-            expected = [simulated.step(phase, gradients(world, t, dtype)) for t, phase in enumerate([W, C, C, C])]
+            expected = [simulated.step(p, gradients(world, t, dtype)).params for t, p in enumerate([W, C, C, C])]
         books = []
         for found in of_ranks:
             steps, state, counted, rank = found[way]
