@@ -227,14 +227,14 @@ class Transform(NamedTuple):
             check_round(phase)
             if self.exchange is not None and phase.phase is not Phase.LOCAL:
                 return _round(self.local_update, self.exchange, phase)
-        update = _update_of(self, Phase(getattr(phase, "phase", phase)))
+        update = update_in(self, Phase(getattr(phase, "phase", phase)))
         if isinstance(update, _Missing):
             has = [p.name for p in Phase if has_phase(self, p)]
             raise ValueError(f"phase: {phase} was asked for, but {update.owner} has only {', '.join(has)}")
         return update
 
 
-def _update_of(transform: Transform, phase: Phase) -> UpdateFn:
+def update_in(transform: Transform, phase: Phase) -> UpdateFn:
     """Return the update of a phase; where a transform lacks that, the `_Missing` in its place."""
     update: UpdateFn = getattr(transform, f"{phase.value}_update")
     return update
@@ -350,7 +350,7 @@ def combine(
     """
 
     def update(phase: Phase) -> UpdateFn:
-        updates_of = [_update_of(transform, phase) for transform in inner]
+        updates_of = [update_in(transform, phase) for transform in inner]
         lacking = next((f for f in updates_of if isinstance(f, _Missing)), None)
         return lacking or own_code(compose(phase, updates_of))
 
@@ -421,7 +421,7 @@ def missing(phase: Phase, owner: str) -> UpdateFn:
 
 def has_phase(transform: Transform, phase: Phase) -> bool:
     """Tell whether a transform has a phase."""
-    return not isinstance(getattr(transform, f"{phase.value}_update"), _Missing)
+    return not isinstance(update_in(transform, phase), _Missing)
 
 
 class Guarded(NamedTuple):

@@ -230,11 +230,9 @@ class CodedAverage(NamedTuple):
         return payload, worker
 
     def _average(
-        self,
-        plans: list[BucketPlan],
-        rows: Callable[[Bucket], Tensor],
+        self, plans: list[BucketPlan], rows: Callable[[Bucket], Tensor],
         encoded: Callable[[BucketPlan], tuple[Tree, Tree]],
-    ) -> CodedMean:
+    ) -> CodedMean:  # fmt: skip
         """Average bucket by bucket. encoded: plan -> (payload, next error of the worker), for signs by tensor."""
         means = []
         for plan in plans:

@@ -265,14 +265,9 @@ def _feedbacks_in(feedback: Feedbacks | None) -> list[Feedback]:
 
 
 def _in_codes(
-    axis: AxisNames,
-    codec: Codecs,
-    feedback: Feedbacks,
-    layout: str,
-    gather_feedback: Feedbacks | None = None,
-    *,
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, gather_feedback: Feedbacks | None = None, *,
     servers: bool = True,
-) -> Transform:
+) -> Transform:  # fmt: skip
     """Return the transform that `compressed_average` describes. gather_feedback: None is `feedback`."""
     layouts.check_layout(layout)
     if not isinstance(servers, bool):

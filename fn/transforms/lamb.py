@@ -272,16 +272,9 @@ def _warm_tensor(h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coe
 
 
 def _step_tensor(
-    h: LambHyper,
-    max_step: float,
-    p: Tensor,
-    mu: Tensor,
-    mu_last: Tensor,
-    nu: Tensor,
-    fresh: Tensor,
-    coefficient: Tensor,
-    factor: Tensor,
-) -> tuple[Tensor, ...]:
+    h: LambHyper, max_step: float, p: Tensor, mu: Tensor, mu_last: Tensor, nu: Tensor, fresh: Tensor,
+    coefficient: Tensor, factor: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the update, nu_fresh, the factor and the ratio of one tensor after a compressed step."""
     # The gradient that leads from the last momentum to this one is alike on all ranks; with a rank's own the factors
     # would differ between ranks.

@@ -34,6 +34,7 @@ from fn.base import (
     links_of,
     name_of,
     rules_in,
+    update_in,
 )
 from fn.collectives.agreement import device_of, true_on_all
 from fn.compiling import original
@@ -178,11 +179,11 @@ def _late(tx: Transform, correction: float) -> Transform:
     # A chain that averages in its warm-up only, and exactly, stays in it: else the ranks would never agree.
     coded = has_phase(whole, Phase.COMPRESSED) and {*averaged.warmup} <= {*averaged.compressed}
     phase = Phase.COMPRESSED if coded else Phase.WARMUP
-    towards: UpdateFn = getattr(direction, f"{phase.value}_update")
+    towards = update_in(direction, phase)
     # What rounding drops is of the update that is added, so the correction comes in front of it.
     end = len(whole.links) - (bool(then.links) and any(getattr(rule, "last", False) for rule in _all_rules(then)))
-    step: UpdateFn = getattr(chain(*whole.links[cut:end]), f"{phase.value}_update")
-    finish: UpdateFn = getattr(chain(*whole.links[end:]), f"{phase.value}_update")
+    step = update_in(chain(*whole.links[cut:end]), phase)
+    finish = update_in(chain(*whole.links[end:]), phase)
     rates = [rule.lr for rule in rules_in(step) if isinstance(rule, Rate)]
 
     exact = all(isinstance(rule, Average) and rule.codec is None for rule, _ in links_of(towards))
@@ -296,23 +297,18 @@ def _links(tx: Transform) -> tuple[Transform, ...]:
 
 def _is_chain_of(tx: Transform, phase: Phase) -> bool:
     """Tell whether a phase applies the links, and somebody did not replace its update."""
-    update = original(_update(tx, phase))
+    update = original(update_in(tx, phase))
     update = original(update.inner) if isinstance(update, Guarded) else update
-    return isinstance(update, Chained) and [*map(id, update.links)] == [id(_update(link, phase)) for link in tx.links]
-
-
-def _update(tx: Transform, phase: Phase) -> UpdateFn:
-    update: UpdateFn = getattr(tx, f"{phase.value}_update")
-    return update
+    return isinstance(update, Chained) and [*map(id, update.links)] == [id(update_in(link, phase)) for link in tx.links]
 
 
 def _all_rules(tx: Transform) -> list[UpdateFn]:
-    return [rule for phase in Phase if has_phase(tx, phase) for rule in rules_in(_update(tx, phase))]
+    return [rule for phase in Phase if has_phase(tx, phase) for rule in rules_in(update_in(tx, phase))]
 
 
 def _name(link: Transform) -> str:
     """Return the name of a link, by the first of its updates that does something."""
-    updates = [original(_update(link, phase)) for phase in Phase if has_phase(link, phase)]
+    updates = [original(update_in(link, phase)) for phase in Phase if has_phase(link, phase)]
     names = [name_of(update.inner if isinstance(update, Guarded) else update) for update in updates]
     return next((name for name in names if name != "unchanged"), names[0])
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_is_transform
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says, update_in
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -227,7 +227,7 @@ def owned(
 
             return Owned(move, by, own_code(update))
 
-        return by(getattr(inner, f"{inner_phase.value}_update"))
+        return by(update_in(inner, inner_phase))
 
     local = missing(Phase.LOCAL, "an optimizer of owned tensors")
     facts_here = merged(facts, Facts(axes.names(axis), ("owned",)))

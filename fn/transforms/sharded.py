@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_interval, check_is_transform
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says, update_in
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
@@ -261,7 +261,7 @@ def sharded(
 
     def step(phase: Phase) -> UpdateFn:
         inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
-        move: UpdateFn = getattr(inner, f"{inner_phase.value}_update")
+        move = update_in(inner, inner_phase)
 
         def update(updates: Tree, state: ShardedState, params: Tree, /) -> tuple[Tree, ShardedState]:
             check_state(state, ShardedState)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_is_transform
-from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, has_phase, missing
+from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, has_phase, missing, update_in
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.axis import axis_size
@@ -179,7 +179,7 @@ def unsharded(
 
     def step(phase: Phase) -> UpdateFn:
         inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
-        move: UpdateFn = getattr(inner, f"{inner_phase.value}_update")
+        move = update_in(inner, inner_phase)
 
         def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
             check_state(state, OwnedState)

@@ -143,12 +143,9 @@ class BackwardPass:
     """
 
     def __init__(
-        self,
-        threads: Threads,
-        buckets: Sequence[Bucket],
-        order: Sequence[int],
+        self, threads: Threads, buckets: Sequence[Bucket], order: Sequence[int],
         job_of: Callable[[int, list[Tensor]], Callable[[], Any]],
-    ):
+    ):  # fmt: skip
         self._threads, self._arrivals, self._job_of = threads, Arrivals(buckets, order), job_of
         self._jobs: dict[int, Future[Any]] = {}  # by bucket
         self._bytes: dict[int, int] = {}

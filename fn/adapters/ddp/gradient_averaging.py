@@ -47,16 +47,9 @@ class GradientAverage:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Sequence[Tensor]],
-        params: Sequence[Tensor],
-        transform: Transform,
-        states: tuple[Tree, ...],
-        binding: Binding,
-        schedule: Schedule,
-        scaler: Any,
-        frozen: Sequence[Tensor],
-    ):
+        self, buckets: Sequence[Sequence[Tensor]], params: Sequence[Tensor], transform: Transform,
+        states: tuple[Tree, ...], binding: Binding, schedule: Schedule, scaler: Any, frozen: Sequence[Tensor],
+    ):  # fmt: skip
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
         self.is_paused = False  # DDP has a `no_sync` of its own

@@ -45,14 +45,9 @@ class Overlap:
     """
 
     def __init__(
-        self,
-        params: list[Tensor],
-        optimizer: Optimizer,
-        bindings: Sequence[Binding],
-        scaler: Any,
-        rate: float,
+        self, params: list[Tensor], optimizer: Optimizer, bindings: Sequence[Binding], scaler: Any, rate: float,
         least: float,
-    ):
+    ):  # fmt: skip
         self._optimizer, self._scaler = optimizer, scaler
         self._order = leaving_order([group["params"] for group in optimizer.param_groups], params)
         self._changes = Changes(optimizer)

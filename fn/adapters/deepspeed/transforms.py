@@ -409,6 +409,4 @@ def with_field(state: Tree, name: str, f: Callable[[Tree], Tree]) -> Tree:
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         pairs = zip(state._fields, state, strict=True)
         return type(state)(*(f(value) if field == name else with_field(value, name, f) for field, value in pairs))
-    if isinstance(state, tuple | list):
-        return type(state)(with_field(value, name, f) for value in state)
-    return state
+    return tree.rebuilt(state, lambda value: with_field(value, name, f))

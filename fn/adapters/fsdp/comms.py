@@ -75,16 +75,9 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
     """
 
     def __init__(
-        self,
-        name: str,
-        axis: str,
-        group: dist.ProcessGroup,
-        segments: Segments,
-        codec: Codec,
-        feedback: Feedback,
-        like: Tensor,
-        sent: Ledger,
-    ):
+        self, name: str, axis: str, group: dist.ProcessGroup, segments: Segments, codec: Codec, feedback: Feedback,
+        like: Tensor, sent: Ledger,
+    ):  # fmt: skip
         self.name, self.axis, self.sent = name, axis, sent
         self.dtype = like.dtype
         self.feedback = feedback
@@ -169,18 +162,9 @@ class ReplicaMean:
     """
 
     def __init__(
-        self,
-        name: str,
-        axis: str,
-        group: dist.ProcessGroup,
-        own_row: Segments,
-        codec: Codec,
-        feedback: Feedback,
-        like: Tensor,
-        sent: Ledger,
-        shards: Callable[[], dict[str, Tensor]],
-        servers: bool = True,
-    ):
+        self, name: str, axis: str, group: dist.ProcessGroup, own_row: Segments, codec: Codec, feedback: Feedback,
+        like: Tensor, sent: Ledger, shards: Callable[[], dict[str, Tensor]], servers: bool = True,
+    ):  # fmt: skip
         self.name, self.axis = name, axis
         self._shards: Callable[[], dict[str, Tensor]] | None = shards
         self.binding: Binding = bind({axis: group})

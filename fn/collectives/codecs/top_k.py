@@ -314,8 +314,6 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
                 total = _into(total, Tensor.scatter_add, index, row)
                 if over == "senders":
                     count = _into(count, Tensor.scatter_add, index, one.expand_as(index))
-        assert total is not None
-        assert count is not None
 
         def share(total: Tensor, count: Tensor) -> Tensor:
             return total / count.clamp(min=1) if over == "senders" else total * (1.0 / ranks)
