@@ -136,6 +136,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         ("descended", _like(2), [*_momentum()[1], *_momentum()[2]], [_wave(_S).abs()], [0], [0.0, 0.7]),
         ("lion", [*_like(1), *_like(1)], [*_momentum()[1], *_momentum()[0]], [_wave(1).abs()], [1], [0.9, 0.0]),
         ("sign_of", _momentum()[0], _momentum()[0], [], [], []),
+        ("scaled", _like(0), _momentum()[0], [], [], [0.3]),
         ("plus", _like(0), [*_momentum()[0], *_momentum()[1]], [], [], [0.3]),
     ],
     "sums_of_squares": lambda: [(_momentum()[0],), ([_wave(5)],)],

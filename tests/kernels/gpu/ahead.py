@@ -25,7 +25,7 @@ POINTERS = {
 NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
-    "FROZEN": False, "COPIES": True, "FACTORS": True,
+    "FROZEN": False, "COPIES": True,
     "RULE": rules.RULES["lion"], "RESULTS": (tl.float32, tl.float32), "OPERANDS": (tl.float32, tl.float32),
     "KINDS": ("number", "one"), "BARRIER": False, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
@@ -78,8 +78,8 @@ def compile_ahead(case: str, target: str) -> Any:
     signature = {a: kinds.get(a, "fp32") for a in kernel.arg_names}
     if "numbers" in signature:
         signature["numbers"] = tuple("fp32" if kind == "number" else "*fp32" for kind in constants["KINDS"])
-    pointers = [isinstance(kind, str) and kind.startswith("*") for kind in signature.values()]
-    attrs = {(i,): [["tt.divisibility", 16]] for i, is_pointer in enumerate(pointers) if is_pointer}
+    pointers = [i for i, name in enumerate(signature) if name in POINTERS and name not in kernel.do_not_specialize]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = blocks.options_of(kernel, constants, bounded=target.startswith("sm_"))
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)

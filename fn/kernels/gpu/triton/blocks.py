@@ -27,7 +27,7 @@ from fn.kernels.devices import pin_memory
 from fn.kernels.gpu.triton.launches import Launch, launch_of
 from fn.kernels.gpu.triton.rules import compensated, signed
 from fn.kernels.layout import alike_in_memory, bytes_for, contiguous, dtypes_of
-from fn.kernels.tracing import PLANS
+from fn.kernels.tracing import PLANS, cached_plan
 
 BLOCK = Launch().block
 """Elements of a block, but for the integer codecs: eight a thread, in two vectors."""
@@ -48,15 +48,17 @@ WITH_STREAMS = ("cuda", "xpu")
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What kernels on lists read, as Triton calls it."""
 
-SIZES = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
-"""Arguments that Triton does not compile anew for: by default it does where a number is 1, or a multiple of 16."""
+ANYTHING = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right", "bits", "received")
+"""Arguments that Triton does not compile anew for: by default it does where a number is 1, and where a number or an
+address is a multiple of 16. Of signs, whose bytes are read one by one, the code is the same for all addresses; they
+begin behind as many scales as a model has tensors."""
 
 jit: Any = triton.jit
 
 
 def kernel(f: Any) -> Any:
-    """Compile a kernel once for all sizes."""
-    return jit(f, do_not_specialize=[name for name in SIZES if name in f.__code__.co_varnames])
+    """Compile a kernel once for all sizes, and wherever signs lie."""
+    return jit(f, do_not_specialize=[name for name in ANYTHING if name in f.__code__.co_varnames])
 
 
 # on the host
@@ -222,6 +224,12 @@ def options_of(kernel: Any, constants: Mapping[str, Any], *, bounded: bool) -> d
     # a product and a sum are rounded one by one, as in the reference
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return {**options, "maxnreg": registers} if bounded and registers else options
+
+
+@cached_plan
+def ones(count: int, device: torch.device) -> Tensor:
+    """Return ones (count,) in float32."""
+    return torch.ones(count, dtype=torch.float32, device=device)
 
 
 def is_nvidia(device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from fn.kernels.gpu.triton.blocks import (
     launch,
     lists_of,
     load,
+    ones,
     peak_of,
     piece_of,
     pointer,
@@ -115,27 +116,26 @@ def lamb_step_kernel(addresses, table, rates, eps, weight_decay, max_step, n, bl
 
 
 @jit
-def average_block(mu, g, out, decay, factor, inside, length, FACTORS: tl.constexpr, FULL: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
+def average_block(mu, g, out, decay, factor, inside, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Write the moving average, zero behind the end."""
     i = tl.arange(0, BLOCK)
     x = lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay)
-    store(out, i, x * factor if FACTORS else x, length, FULL)
+    store(out, i, x * factor, length, FULL)
 
 
 @kernel
-def momentum_rows_kernel(addresses, table, factors, out, decay, n, blocks, G: tl.constexpr, FACTORS: tl.constexpr,
-                         ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def momentum_rows_kernel(addresses, table, factors, out, decay, n, blocks, G: tl.constexpr, ALIGNED: tl.constexpr,
+                         BLOCK: tl.constexpr):  # fmt: skip
     """Write the moving averages of tensors into rows (R, n). addresses: of mu, gradients."""
     r, _, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
     tensor = addresses + s * 4
     start, inside = piece_of(tensor + 2, r, offset, length, ALIGNED)
     mu, g = pointer(tensor, start, tl.float32, ALIGNED), pointer(tensor + 1, start, G, ALIGNED)
-    factor = tl.load(factors + s) if FACTORS else 1.0
+    factor = tl.load(factors + s)
     if inside == BLOCK:
-        average_block(mu, g, out + position, decay, factor, inside, length, FACTORS, True, BLOCK)
+        average_block(mu, g, out + position, decay, factor, inside, length, True, BLOCK)
     else:
-        average_block(mu, g, out + position, decay, factor, inside, length, FACTORS, False, BLOCK)
+        average_block(mu, g, out + position, decay, factor, inside, length, False, BLOCK)
 
 
 @jit
@@ -208,9 +208,9 @@ def momentum_rows(
     if lists is None or (factors is not None and factors.dtype != torch.float32):
         return NotImplemented
     out = torch.empty((rows, lists.row.host.n), dtype=torch.float32, device=mu[0].device)
-    scale = out if factors is None else factors.contiguous()
-    args = lists.addresses, lists.row.table, scale, out, float(decay), *lists.row.sizes
-    launch(momentum_rows_kernel, out, rows * lists.row.blocks, *args, **lists.constants, FACTORS=factors is not None)
+    factors = ones(len(mu), out.device) if factors is None else factors.contiguous()
+    args = lists.addresses, lists.row.table, factors, out, float(decay), *lists.row.sizes
+    launch(momentum_rows_kernel, out, rows * lists.row.blocks, *args, **lists.constants)
     return out
 
 

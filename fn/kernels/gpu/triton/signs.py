@@ -24,6 +24,7 @@ from fn.kernels.gpu.triton.blocks import (
     mean_of,
     messages,
     octets,
+    ones,
     outputs,
     store,
     write_codes,
@@ -155,11 +156,6 @@ def _whole(rows: int, n: int, device: torch.device) -> Tensor:
     return torch.full((rows, 1), n, dtype=torch.int64, device=device)
 
 
-@cached_plan
-def _ones(rows: int, device: torch.device) -> Tensor:
-    return torch.ones((rows, 1), dtype=torch.float32, device=device)
-
-
 def pack_bits(x: Tensor) -> Tensor:
     """See `reference.codes.pack_bits`."""
     # A float64 number below the smallest float32 would be rounded to zero, and its sign be lost.
@@ -172,7 +168,7 @@ def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """See `reference.codes.unpack_bits`."""
     rows, device = bits.shape[0], bits.device
     # (R, bytes) -> (R, 1, bytes): a mean of one message
-    signs: Tensor = sign_decode_mean(bits[:, None], _ones(rows, device)[:, None], _whole(rows, n, device), (1, n))
+    signs: Tensor = sign_decode_mean(bits[:, None], ones(rows, device)[:, None, None], _whole(rows, n, device), (1, n))
     return signs.to(dtype)
 
 
