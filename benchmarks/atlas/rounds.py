@@ -207,7 +207,7 @@ CHOOSING, SEEDS = (0,), (31, 32, 33, 34)
 EXACT = tuple(rate_at(3e-3, place) for place in (1, 2, 3))
 """Muon's rates that are tried; the atlas chose the second one."""
 
-LANES = 64
+LANES = {"cpu": 64, "cuda": 512}
 """Workers of all runs that are trained at once; more are hardly faster."""
 
 
@@ -245,7 +245,7 @@ def contenders(rows: Sequence[Row], cell: Cell) -> dict[str, tuple[float, float]
     return {"tuned": best, "`rounds=`": rule(cell.rounds), "default": rule(1), "paper": rule(10**4)}
 
 
-def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool) -> Iterator[list[Run]]:
+def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool, device: str = "cpu") -> Iterator[list[Run]]:
     """Yield the groups of runs that cells lack, as far as they are known."""
     done = {tuple(row[name] for name in Run._fields) for row in rows}
     for cell in wanted:
@@ -254,7 +254,7 @@ def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool) -> Iterator
             settings, seeds = tuple(dict.fromkeys(contenders(rows, cell).values())), SEEDS
         runs = [Run(*cell, seed, LR, *setting) for seed in seeds for setting in settings]
         missing = [run for run in runs if run not in done]
-        most = LANES // cell.workers
+        most = LANES[device] // cell.workers
         yield from (missing[k : k + most] for k in range(0, len(missing), most))
 
 
@@ -354,7 +354,7 @@ def main() -> None:
     for fresh in (False, True) if not args.exact else ():
         if args.show or (args.fresh and not fresh):
             continue
-        for group in tqdm(list(groups(rows, wanted, fresh))):
+        for group in tqdm(list(groups(rows, wanted, fresh, args.device))):
             if time.monotonic() > end:
                 break
             rows += train(group, device=args.device)
