@@ -40,9 +40,10 @@ class Case(NamedTuple):
     def places(self, kind: str) -> list[int]:
         return [i for i, given in enumerate(self.hyper["kinds"]) if given == kind]
 
-    def gradients(self, params: list[Tensor], step: int) -> list[Tensor]:
-        """Return those of all ranks, (W, shape), at params that all ranks have."""
-        a, c, noise = (self.each(name) for name in ("a", "c", "noise"))
+    def gradients(self, params: list[Tensor], step: int, piece: Callable[..., Tensor] | None = None) -> list[Tensor]:
+        """Return those of all ranks, (W, shape). piece: (numbers, place of a tensor) -> this rank's, as params are."""
+        piece = piece or (lambda x, i: x)
+        a, c, noise = ([piece(x, i) for i, x in enumerate(self.each(name))] for name in ("a", "c", "noise"))
         grads = [x * (p - y) + n[step] for x, p, y, n in zip(a, params, c, noise, strict=True)]
         for j, first, end in self.hyper.get("zero", ()):
             grads[j] = torch.zeros_like(grads[j]) if first <= step < end else grads[j]

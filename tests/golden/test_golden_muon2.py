@@ -8,11 +8,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import late_recordings
 import numpy as np
 import pytest
+import recorded_muon
 import torch
 import torch.distributed as dist
 from golden_cases import recorded_weight
@@ -31,16 +32,10 @@ Step = dict[str, Tensor]
 """Arrays after a step, by the names that they have in a recording."""
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name, in the precision in which it ran."""
+class Case(recorded_muon.Case):
+    """A recording, in the precision in which it ran, whose tensors may be stacks, or lie over ranks."""
 
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.row["hyper"]
-        return found
+    __slots__ = ()
 
     @property
     def dims(self) -> list[int | None] | None:
@@ -48,30 +43,15 @@ class Case(NamedTuple):
         shard = self.hyper.get("shard")
         return None if shard is None else [shard if shard < len(shape) else None for shape in self.hyper["shapes"]]
 
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.hyper["shapes"]))]
-
     @property
     def groups(self) -> dict[int, dict[str, Any]]:
         """Return the options of each matrix, by its place among the tensors."""
-        places, given = self.of_kind("matrix"), self.hyper.get("groups")
+        places, given = self.places("matrix"), self.hyper.get("groups")
         if given and len(given) == len(self.hyper["shapes"]):  # those of other tensors say nothing
             return {i: given[i] for i in places}
         return dict(zip(places, given or [{}] * len(places), strict=True))
 
-    def of_kind(self, kind: str) -> list[int]:
-        return [i for i, given in enumerate(self.hyper["kinds"]) if given == kind]
-
-    def gradients(self, params: list[Tensor], step: int, piece: Callable[..., Tensor] | None = None) -> list[Tensor]:
-        """Return those of all ranks, (W, shape). piece: (numbers, place of a tensor) -> this rank's, as params are."""
-        piece = piece or (lambda x, i: x)
-        a, c, noise = ([piece(x, i) for i, x in enumerate(self.each(name))] for name in ("a", "c", "noise"))
-        grads = [x * (p - y) + n[step] for x, p, y, n in zip(a, params, c, noise, strict=True)]
-        for j, first, end in self.hyper.get("zero", ()):
-            grads[j] = torch.zeros_like(grads[j]) if first <= step < end else grads[j]
-        return grads
-
-    def hold(self, found: Sequence[Step], recorded: Sequence[Step] | None = None) -> None:
+    def hold_all(self, found: Sequence[Step], recorded: Sequence[Step] | None = None) -> None:
         """Compare every array of every step with the recorded one, or with another run's."""
         names = {name for name in self.arrays if name.split(".")[-1] not in ("init", "a", "c", "noise", "bytes")}
         assert len(found) == self.hyper["steps"]
@@ -173,7 +153,7 @@ def dion2(case: Case) -> fn.Transform:
             flatten=hyper["flatten"],
         )  # fmt: skip
 
-    of_sides = [sides[i] for i in case.of_kind("matrix")]
+    of_sides = [sides[i] for i in case.places("matrix")]
     matrix = fn.chain(fn.partition({side: chosen(side) for side in {*of_sides}}, of_sides), *ends)
     kinds = {"matrix": matrix, **{kind: fn.chain(fn.average("data"), tx) for kind, tx in others_of(case).items()}}
     return fn.partition(kinds, hyper["kinds"])
@@ -253,7 +233,7 @@ def arrays_of(case: Case, of_ranks: Sequence[Any], dims: Any) -> Step:
         assert all(torch.equal(x, y) for other in params for x, y in zip(params[0], other, strict=True))
     found = {f"p{i}.param": p for i, p in enumerate(params[0] if dims is None else joined(params, dims))}
     for kind, name in moments[0]:
-        places, parts = case.of_kind(kind), [of_rank[kind, name] for of_rank in moments]
+        places, parts = case.places(kind), [of_rank[kind, name] for of_rank in moments]
         shapes = [case.arrays[f"p{i}.{'variance' if name == 'norm' else name}"].shape[1:] for i in places]
         if name == "norm":
             # Ours are of what the iterations return, with the factor of the shape; recorded are they without.
@@ -339,16 +319,16 @@ def test_the_recorded_run_is_replayed_on_real_ranks(name: str, world: int) -> No
     """
     case, whole = case_of(ROWS[name]), None
     if case.row["method"] == "normuon" and norms_are_of_shards(case):
-        case.hold(by_hand(case, in_shards=True))
+        case.hold_all(by_hand(case, in_shards=True))
         whole = by_hand(case)
     for steps in of_ranks(world)[name].values():
-        case.hold(steps, whole)
+        case.hold_all(steps, whole)
 
 
 def norms_are_of_shards(case: Case) -> bool:
     """Return whether ranks have rows of a matrix, whose norms the original of NorMuon takes in each shard."""
     shapes = case.hyper["shapes"]
-    return any((case.dims or [None] * len(shapes))[i] == len(shapes[i]) - 2 for i in case.of_kind("matrix"))
+    return any((case.dims or [None] * len(shapes))[i] == len(shapes[i]) - 2 for i in case.places("matrix"))
 
 
 def by_hand(case: Case, *, in_shards: bool = False) -> list[Step]:
@@ -357,7 +337,7 @@ def by_hand(case: Case, *, in_shards: bool = False) -> list[Step]:
     lr, mu, b, wd = hyper["lr"], hyper["mu"], hyper["beta2"], hyper["weight_decay"]
     b1, b2 = hyper["betas"]
     m, found = [torch.zeros_like(p) for p in params], []
-    v = [torch.zeros_like(p[..., :1] if i in case.of_kind("matrix") else p) for i, p in enumerate(params)]
+    v = [torch.zeros_like(p[..., :1] if i in case.places("matrix") else p) for i, p in enumerate(params)]
     for t in range(hyper["steps"]):
         arrays = Step()
         for i, (p, of_ranks) in enumerate(zip(params, case.gradients(params, t), strict=True)):

@@ -8,7 +8,7 @@ import pytest
 import ranks
 import torch
 from golden_cases import recorded_form
-from recorded_rounds import Case, in_simulation, load, on_this_rank, step_of
+from recorded_rounds import Case, in_simulation, inner_of, load, on_this_rank, step_of
 from torch import Tensor
 
 import fn
@@ -29,14 +29,6 @@ def round_of(case: Case, step: int) -> Phase | Round:
     ended = int(case.arrays["applied"][step])
     begun = int(case.arrays["prepared"][step]) if "prepared" in case.arrays else ended
     return Round(begun if begun >= 0 else None, ended if ended >= 0 else None)
-
-
-def inner_of(hyper: dict[str, Any]) -> fn.Transform:
-    lr, decay = hyper["lr"], fn.add_decayed_weights(hyper.get("weight_decay", 0.0))
-    if hyper["kind"] == "adamw":
-        moments = fn.scale_by_adam(*hyper.get("betas", (0.9, 0.999)))
-        return fn.chain(moments, decay, fn.scale_by_learning_rate(lr))
-    return fn.chain(fn.trace(hyper.get("momentum", 0.0)), decay, fn.scale_by_learning_rate(lr))
 
 
 def outer_of(hyper: dict[str, Any], lr: Tensor) -> fn.Transform:
