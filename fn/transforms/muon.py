@@ -233,13 +233,13 @@ def batches(leaves: Sequence[Tensor], flatten: bool = False) -> list[list[int]]:
         if x.numel():
             shape = (x.shape[0], x.shape[1:].numel()) if flatten else x.shape[-2:]
             places.setdefault((shape, x.dtype, x.device), []).append(i)
-    made = []
+    made: list[list[int]] = []  # and not list[int]() below, which no torch.compile knows
     for of_kind in places.values():
         room = 0
         for i in of_kind:
             room -= leaves[i].numel()
             if room < 0:
-                made.append(list[int]())
+                made.append([])
                 room = BATCH - leaves[i].numel()
             made[-1].append(i)
     return made
