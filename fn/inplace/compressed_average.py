@@ -209,21 +209,25 @@ class CodedAverage(NamedTuple):
             return moving_averages(mu, grads, decay, bucket)
 
         def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
-            assert plan.fused is not None
-            assert plan.fused.averages is not None
-            moments, fresh = ([tensors[i] for i in plan.bucket.leaf_indices] for tensors in (mu, grads))
-            with step_range("encode"):
-                count = plan.segments.valid.shape[0]
-                payload, worker = plan.fused.averages(moments, fresh, decay, error=plan.ends[0], rows=count)
-            if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-                codec = self.last.for_rows(plan.segments)
-                kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
-                observe_kept(kept)
-                # (R, n / R) -> (n,)
-                observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
-            return payload, worker
+            return self._encoded(plan, mu, grads, decay)
 
         return self.average_rows(mu, sync, rows) if self.inner else self._average(self.plan(mu, sync), rows, encoded)
+
+    def _encoded(self, plan: BucketPlan, mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Tree]:
+        """Encode the moving averages of a bucket."""
+        assert plan.fused is not None
+        assert plan.fused.averages is not None
+        moments, fresh = ([tensors[i] for i in plan.bucket.leaf_indices] for tensors in (mu, grads))
+        with step_range("encode"):
+            count = plan.segments.valid.shape[0]
+            payload, worker = plan.fused.averages(moments, fresh, decay, error=plan.ends[0], rows=count)
+        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+            codec = self.last.for_rows(plan.segments)
+            kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
+            observe_kept(kept)
+            # (R, n / R) -> (n,)
+            observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
+        return payload, worker
 
     def _average(
         self, plans: list[BucketPlan], rows: Callable[[Bucket], Tensor],
