@@ -71,6 +71,11 @@ class Run(NamedTuple):
         return Cell(*self[:4])
 
 
+def cell_of(row: Row) -> Cell:
+    """Return the cell of a row of the file."""
+    return Cell(*(row[name] for name in Cell._fields))
+
+
 _muloco = partial(fn.muloco, labels=labels, weight_decay=0.1)
 
 METHODS: dict[str, Callable[..., fn.Transform]] = {
@@ -277,7 +282,7 @@ def exact_runs(rows: Sequence[Row], rounds: int, h: int) -> dict[str, list[Run]]
 def beside_exact(rows: Sequence[Row]) -> str:
     """Return how far MuLoCo with 8 workers, in codes too, is from exact Muon."""
     names, lines = [name for name in METHODS if name.startswith("muloco")], []
-    for rounds in ROUNDS:
+    for rounds in sorted({row["rounds"] for row in rows if row["workers"] == 1}):
         for h in LENGTHS:
             runs = exact_runs(rows, rounds, h)
             by_name = {
@@ -294,6 +299,10 @@ def beside_exact(rows: Sequence[Row]) -> str:
 def table(rows: Sequence[Row]) -> str:
     """Return what each cell chose, and how far the others' losses are from that on fresh seeds."""
     lines = []
+    on_cpu = [row for row in rows if row.get("device", "cpu") == "cpu"]
+    on_gpu = {cell_of(row) for row in rows if row.get("device") == "cuda"}
+    # Another version of Python there has another text, so that a cell is of one device.
+    rows = [row for row in rows if (row.get("device") == "cuda") == (cell_of(row) in on_gpu)]
     for cell in (cell for method in RULES for cell in cells(method)):
         if (best := chosen(rows, cell)) is None:
             continue
@@ -306,7 +315,7 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     names = ["method", "rounds", "H", "workers", "tuned", "its loss", "`rounds=`", "default", "the paper's"]
-    return "\n\n".join([markdown(" | ".join(names), lines), tried(rows), beside_exact(rows)])
+    return "\n\n".join([markdown(" | ".join(names), lines), tried(rows), beside_exact(on_cpu)])
 
 
 def tried(rows: Sequence[Row]) -> str:
