@@ -206,6 +206,11 @@ def registered_devices() -> list[str]:
     return sorted({*(d for d, rows in _registered.items() if rows), *(p.name for p in entry_points(group=GROUP))})
 
 
+def refusals() -> dict[tuple[str, str, str], str]:
+    """Return why rows and kernels are not used: (device type, provider, op or "") -> reason."""
+    return dict(_refused)
+
+
 # cells
 
 
@@ -368,7 +373,7 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
         claimed = {} if device in here else {op: row.name for row in reversed(rows(device)) for op in row.kernels}
         tried = {op: kernels[0].provider for op in SCHEMAS if (kernels := accepted.get((device, op)))}
         providers[device] = {op: tried.get(op, claimed.get(op, REFERENCE)) for op in SCHEMAS}
-    return Table(providers, tuple(_note(*key, reason) for key, reason in [*_refused.items()]))
+    return Table(providers, tuple(_note(*key, reason) for key, reason in refusals().items()))
 
 
 def devices() -> list[str]:
