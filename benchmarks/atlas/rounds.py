@@ -320,11 +320,12 @@ def table(rows: Sequence[Row]) -> str:
 
 def tried(rows: Sequence[Row]) -> str:
     """Return how far each outer rate and momentum is from the best of its cell, where they are chosen."""
-    settings = list(dict.fromkeys((*SETTINGS, *((row["outer_lr"], row["outer_momentum"]) for row in rows))))
+    own = [(row["outer_lr"], row["outer_momentum"]) for row in rows if row["rounds"] in ROUNDS]
+    settings = list(dict.fromkeys((*SETTINGS, *own)))
     lines = []
     for cell in (cell for method in RULES for cell in cells(method)):
-        own = {s: losses(rows, cell, s, "tuning") for s in settings}
-        means = {s: statistics.fmean(x[seed] for seed in CHOOSING) for s, x in own.items() if {*CHOOSING} <= x.keys()}
+        found = {s: losses(rows, cell, s, "tuning") for s in settings}
+        means = {s: statistics.fmean(x[seed] for seed in CHOOSING) for s, x in found.items() if {*CHOOSING} <= x.keys()}
         if means:
             best = min(x for x in means.values() if math.isfinite(x))
             lines.append([*map(str, cell), *(f"{means[s] - best:.3f}" if s in means else "" for s in settings)])
