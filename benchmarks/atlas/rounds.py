@@ -1,7 +1,7 @@
 """Measures which outer step fits a run of so many rounds, and what a rule and the defaults lose to it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --hours 0.1
-    python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --device cuda   # some hundred times as fast
+    python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --device cuda   # a cell in a minute or two
     python -m benchmarks.atlas.rounds --json benchmarks/results/rounds.json --show
 
 DiLoCo, MuLoCo and their kin train the atlas's language model for 8, 25 and 100 rounds of 8 or 32 steps, with 4 and 8

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-import sys
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 
+import fn
 from fn.kernels import known_answers
+from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import ON_LISTS, SCHEMAS
-from fn.kernels.table import Cell, cells, warm_halves
+from fn.kernels.table import cells, warm, warm_halves
 
-TABLE = sys.modules["fn.kernels.table"]
 CPU = torch.device("cpu")
 HALF, FULL = torch.bfloat16, torch.float32
 SEEN = {
@@ -26,14 +27,29 @@ SEEN = {
 }
 
 
+@contextmanager
+def first_asked(op, before):
+    """Put a kernel in front of the others, which calls `before(dtypes of its lists)` and is the reference."""
+
+    def kernel(*args):
+        before(tuple(a[0].dtype for a in args if isinstance(a, list) and a and isinstance(a[0], torch.Tensor)))
+        return REFERENCES[op](*args)
+
+    row = fn.kernels.Accelerator("cpu", {op: kernel}, provider="ours")
+    fn.kernels.register(row)
+    try:
+        yield
+    finally:
+        fn.kernels.unregister(row)
+
+
 @pytest.mark.parametrize("op", SEEN)
 def test_kernels_see_params_and_gradients_in_half_precision(op):
     found = set()
-
-    def kernel(*args):
-        found.add(tuple(a[0].dtype for a in args if isinstance(a, list) and a and isinstance(a[0], torch.Tensor)))
-
-    with mock.patch.object(TABLE, "cells", return_value=(Cell("ours", kernel), Cell("next", None))):
+    with first_asked(op, found.add):
+        warm([op], "cpu")
+        assert found
+        found.clear()
         warm_halves([op], CPU, [FULL, HALF])
     assert found == SEEN[op]
 
@@ -52,9 +68,10 @@ def test_the_kernels_of_a_cpu_take_all_examples(caplog):
 
 
 def test_a_kernel_that_fails_is_said_and_the_next_one_is_asked(caplog):
-    def broken(*args):
-        raise RuntimeError("no such instruction")
+    def of_an_old_chip(dtypes):
+        if HALF in dtypes:
+            raise RuntimeError("no such instruction")
 
-    with mock.patch.object(TABLE, "cells", return_value=(Cell("ours", broken),)):
+    with first_asked("largest_magnitude", of_an_old_chip):
         warm_halves(["largest_magnitude"], CPU, [HALF])
     assert "'largest_magnitude' of 'ours' fails in half precision: no such instruction" in caplog.text
