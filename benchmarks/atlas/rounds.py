@@ -36,7 +36,7 @@ from tqdm import tqdm
 import fn
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas.methods import ADAM, labels
-from benchmarks.atlas.paired import difference, rate_at
+from benchmarks.atlas.paired import difference, rate_at, search
 from benchmarks.atlas.summary import Row
 from benchmarks.atlas.tasks import Params, Task, language_model, rate
 from benchmarks.atlas.train import finite
@@ -209,8 +209,8 @@ SETTINGS = ((1.0, 0.0), (1.5, 0.0), (1.0, 0.3), (1.0, 0.6), (0.9, 0.6), (0.9, 0.
 
 CHOOSING, SEEDS = (0,), (31, 32, 33, 34)
 
-EXACT = tuple(rate_at(3e-3, place) for place in (1, 2, 3))
-"""Muon's rates that are tried; the atlas chose the second one."""
+EXACT_START = 0.00972
+"""The rate that searches begin at for exact Muon, and for MuLoCo beside it; the atlas chose it for Muon."""
 
 LANES = {"cpu": 64, "cuda": 512}
 """Workers of all runs that are trained at once; more are hardly faster."""
@@ -266,16 +266,21 @@ def groups(rows: Sequence[Row], wanted: Sequence[Cell], fresh: bool, device: str
 def exact_runs(rows: Sequence[Row], rounds: int, h: int) -> dict[str, list[Run]]:
     """Return the runs of exact Muon, which is the outer average of one worker, and of MuLoCo in codes with 8 workers.
 
-    Args: rows: in which Muon's rate is chosen; before it is, only the runs that choose it are returned.
+    Args: rows: in which inner rates are chosen, in full precision; before one is, the runs that choose it are returned.
     """
-    cell = Cell("muloco", rounds, h, 1)
-    found = {lr: losses(rows, cell, (1.0, 0.0), "tuning", lr).get(CHOOSING[0], math.inf) for lr in EXACT}
-    if math.inf in found.values():
-        return {"muon": [Run(*cell, CHOOSING[0], lr, 1.0, 0.0) for lr in EXACT]}
-    best = min(found, key=lambda lr: found[lr])
-    runs = {"muon": [Run(*cell, seed, best, 1.0, 0.0) for seed in SEEDS]}
-    for name in (name for name in METHODS if name not in RULES or name == "muloco"):
-        runs[name] = [Run(name, rounds, h, WORKERS[-1], seed, LR, *OF_MULOCO(rounds)) for seed in SEEDS]
+    codes = [name for name in METHODS if name not in RULES]
+    runs = {}
+    for names, workers, setting in ((["muon"], 1, (1.0, 0.0)), (["muloco", *codes], WORKERS[-1], OF_MULOCO(rounds))):
+        cell, seed = Cell("muloco", rounds, h, workers), CHOOSING[0]
+        tried = {row["lr"] for row in rows if cell_of(row) == cell}
+        tuning = {lr: losses(rows, cell, setting, "tuning", lr) for lr in tried}
+        found = search(EXACT_START, {lr: by_seed[seed] for lr, by_seed in tuning.items() if seed in by_seed})
+        if found.chosen is None:
+            runs[names[0]] = [Run(*cell, seed, rate_at(EXACT_START, place), *setting) for place in found.missing]
+            continue
+        lr = rate_at(EXACT_START, found.chosen)
+        for name in names:
+            runs[name] = [Run("muloco" if name == "muon" else name, *cell[1:], seed, lr, *setting) for seed in SEEDS]
     return runs
 
 
@@ -355,12 +360,13 @@ def main() -> None:
         if cell.rounds in args.rounds and cell.h in args.steps and cell.workers in args.workers
     ]
     for rounds, h in ((n, h) for n in args.rounds for h in args.steps if args.exact):
-        for _ in range(2):  # the second time with the rate that the first chose
+        while time.monotonic() < end:
             done = {tuple(row[name] for name in Run._fields) for row in rows}
-            for own in exact_runs(rows, rounds, h).values():
-                if (group := [run for run in own if run not in done]) and time.monotonic() < end:
-                    rows += train(group, device=args.device)
-                    atlas.write(args.json, rows)
+            groups_of = [[run for run in own if run not in done] for own in exact_runs(rows, rounds, h).values()]
+            if not any(groups_of):
+                break
+            rows += train(next(filter(None, groups_of)), device=args.device)
+            atlas.write(args.json, rows)
     for fresh in (False, True) if not args.exact else ():
         if args.show or (args.fresh and not fresh):
             continue

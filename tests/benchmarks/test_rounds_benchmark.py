@@ -86,3 +86,18 @@ def test_runs_that_are_there_are_not_taken_again() -> None:
     (missing,) = rounds.groups(rows, [cell], fresh=False)
     assert [run[-2:] for run in missing] == list(rounds.SETTINGS[3:])
     assert not list(rounds.groups(rows, [cell], fresh=True))
+
+
+def test_muon_and_muloco_are_compared_at_rates_that_a_search_chose_for_each() -> None:
+    rows: list[dict[str, Any]] = []
+    for _ in range(9):
+        groups = rounds.exact_runs(rows, 25, 8)
+        if all(run.seed in rounds.SEEDS for own in groups.values() for run in own):
+            break
+        for run in (run for own in groups.values() for run in own if run.seed not in rounds.SEEDS):
+            best = 0.0315 if run.workers == 1 else 0.0054
+            rows.append({**run._asdict(), "tuning": abs(math.log(run.lr / best)), "loss": 0.0})
+    rates = {name: {run.lr for run in own} for name, own in groups.items()}
+    assert rates == {name: {0.0315 if name == "muon" else 0.0054} for name in rates}
+    assert [*rates] == ["muon", "muloco", "muloco, int8", "muloco, int4", "muloco, 2 bits"]
+    assert {run.seed for own in groups.values() for run in own} == {*rounds.SEEDS}
