@@ -109,13 +109,13 @@ class Exchange(NamedTuple):
 
         return update
 
-    def within(self, get: Callable[[Tree], Tree], put: Callable[[Tree, Tree], Tree]) -> Exchange:
-        """Return the exchange of a larger state: `get` takes the own part out of it, `put` puts it back."""
+    def within(self, place: int | str) -> Exchange:
+        """Return the exchange of a larger state, a tuple or a dict, of which the own part is at a place."""
 
         def inside(f: Callable[[int, Tree, Tree], tuple[Tree, Tree]]) -> Callable[[int, Tree, Tree], tuple[Tree, Tree]]:
             def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-                params, own = f(number, get(state), params)
-                return params, put(state, own)
+                params, own = f(number, state[place], params)
+                return params, tree.with_part(state, place, own)
 
             return run
 
@@ -286,13 +286,8 @@ def chain(*links: Transform) -> Transform:
     for link in links[exchanges[0][0] + 1 :] if exchanges else ():
         for f in links_of(link.compressed_update):
             _check_hands_on(f.update)
-    exchange = _of_link(*exchanges[0]) if exchanges else None
+    exchange = exchanges[0][1].within(exchanges[0][0]) if exchanges else None
     return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange, links=links)
-
-
-def _of_link(i: int, exchange: Exchange) -> Exchange:
-    """Return the exchange of a chain whose link i has one."""
-    return exchange.within(lambda states: states[i], lambda states, own: (*states[:i], own, *states[i + 1 :]))
 
 
 @says(hands_down=True)

@@ -239,7 +239,17 @@ def rebuilt(tree: Tree, f: Callable[[Any], Any]) -> Tree:
 
 def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) -> Tree:
     """Return the tree with every NamedTuple of a type, or of one of several, replaced by f of it, outermost first."""
-    return f(tree) if isinstance(tree, kind) else rebuilt(tree, lambda value: replace(value, kind, f))
+    if isinstance(tree, kind):
+        return f(tree)
+    return rebuilt(tree, lambda value: replace(value, kind, f)) if inside(tree) else tree
+
+
+def with_part(tree: Tree, place: Any, part: Tree) -> Tree:
+    """Return a tuple, NamedTuple or dict with another part at a place, an index or a key."""
+    if isinstance(tree, dict):
+        return {**tree, place: part}
+    parts = (*tree[:place], part, *tree[place + 1 :])
+    return type(tree)(*parts) if hasattr(tree, "_fields") else parts
 
 
 class Slices(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 from fn import tree
 from fn.base import UpdateFn
 from fn.compiling import own_code
-from fn.inplace.memory import among, check_apart, written_into
+from fn.inplace.memory import aside, check_apart, written_into
 
 Tree = Any
 
@@ -35,9 +35,8 @@ def donate(update: UpdateFn) -> UpdateFn:
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         check_apart(state, params)
         updates, after = update(updates, state, params)
-        is_old = among(tree.leaves(state))
         # Before the state is written, which would change an update that is a leaf of it.
-        updates = tree.map(lambda u: u.clone() if is_old(u) else u, updates)
+        updates = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [updates])
         write_back(state, after)
         return updates, state
 

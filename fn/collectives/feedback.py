@@ -466,8 +466,3 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
         # Of the vector nothing was delivered, so all of it is saved, in the form of the store.
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
     raise TypeError(expected("error", "a vector, a LazyError or a DampedError", type(like).__name__))
-
-
-def age_of(error: Tree) -> Tensor | None:
-    """Return how many steps an error counts, 0-d int64; None if it does not count."""
-    return error.age if isinstance(error, DampedError | Counted) else None

@@ -111,7 +111,8 @@ def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
             continue
         # Whether all ranks skip a step, or this rank drops it alone, is part of how it is staged.
         if looks != row.looks:
-            return _refused_for_guard(update, link.update)
+            verb = "looks" if update.looks else "does not look"
+            return f"in this phase its guard {verb} at what {name_of(link.update)} returns"
         descent = descent_of(links[i + 1 :])
         if isinstance(descent, Link):
             got = name_of(descent.update)
@@ -120,11 +121,6 @@ def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
         # The first link with kernels decides: a second one, no decay and no rate, was refused above.
         return without_guards(chain.head, row.stage(link.update, chain))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
-
-
-def _refused_for_guard(guard: Guarded, update: UpdateFn) -> str:
-    verb = "looks" if guard.looks else "does not look"
-    return f"in this phase its guard {verb} at what {name_of(update)} returns"
 
 
 def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:

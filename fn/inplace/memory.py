@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -27,38 +26,34 @@ def written_into(old: Tree, new: Tree) -> Callable[[], None]:
     Raises: ValueError now, if structure, shapes or dtypes differ, or if a leaf cannot be written.
     """
     olds, news = _alike(old, new)
-    is_old = among(olds)
-    # Cloned before anything is written: the leaf may be one that an earlier copy overwrites.
-    pairs = [(o, n.clone() if is_old(n) else n) for o, n in zip(olds, news, strict=True) if n is not o]
-    for o, _ in pairs:
+    changed = [(o, n) for o, n in zip(olds, news, strict=True) if n is not o]
+    for o, _ in changed:
         if is_folded(o):
             path = next(path for path, x in zip(tree.paths(old), olds, strict=True) if x is o)
             raise ValueError(
                 f"state: expected leaf {path or 'the root'!r} to have elements of its own, but those of the shape "
                 f"{tuple(o.shape)} and the strides {o.stride()} share memory, as expand makes them; clone it in init"
             )
+    # Copied aside before anything is written: the leaf may be one that an earlier copy overwrites.
+    pairs = [*zip([o for o, _ in changed], aside([n for _, n in changed], olds), strict=True)]
+    # What a compiled graph writes into a 0-d tensor of float64 itself, torch (2.13) loses: () -> (1,)
+    return lambda: copy_into([(o, n) if o.dim() else (o.view(1), n.view(1)) for o, n in pairs])
 
-    def write() -> None:
-        copy_into(*([_at_least_1d(pair[side]) for pair in pairs] for side in (0, 1)))
 
-    return write
-
-
-def copy_into(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors into others, on a device by a launch for many."""
-    pairs = [*zip(to, tensors, strict=True)]
-    listed = [x.device.type != "cpu" and x.dim() > 0 and 0 not in y.stride() for x, y in pairs]
-    for (x, y), is_listed in zip(pairs, listed, strict=True):
-        if not is_listed:
+def copy_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first tensor of each pair the second one, on a device by a launch for many."""
+    listed: tuple[list[tuple[Tensor, Tensor]], ...] = [], []
+    for x, y in pairs:
+        if x.device.type != "cpu" and x.dim() > 0 and 0 not in y.stride():
+            # Counts apart from floats: kernels for lists calculate in floating point.
+            listed[x.is_floating_point()].append((x, y))
+        else:
             x.copy_(y)
-    for are_floats in (False, True):  # what counts steps is no float
-        # Counts apart from floats: kernels for lists calculate in floating point.
-        places = [is_listed and x.is_floating_point() is are_floats for x, is_listed in zip(to, listed, strict=True)]
-        news, olds = [*compress(tensors, places)], [*compress(to, places)]
-        if news and are_floats:
-            elementwise(rules.same, (news,), out=[olds])
-        elif news:
-            torch._foreach_copy_(olds, news)
+    counts, floats = ([*map(list, zip(*some, strict=True))] for some in listed)
+    if counts:
+        torch._foreach_copy_(counts[0], counts[1])
+    if floats:
+        elementwise(rules.same, (floats[1],), out=[floats[0]])
 
 
 def successor(old: Tree, new: Tree) -> Callable[[], None]:
@@ -96,34 +91,31 @@ def _alike(old: Tree, new: Tree) -> tuple[list[Any], list[Any]]:
     return olds, news
 
 
-def _at_least_1d(x: Tensor) -> Tensor:
-    """Return a view of a 0-d tensor: what a compiled graph writes into one of float64 itself, torch (2.13) loses."""
-    # () -> (1,)
-    return x if x.dim() else x.view(1)
-
-
 def memory_of(x: Tensor) -> int:
     """Return an identifier that tensors in the same memory share."""
     memory: int = x.untyped_storage()._cdata if is_concrete(x) else id(x)
     return memory
 
 
-def _memories(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the memory of each tensor; of many at once, for a step asks for that of all its leaves."""
+def _memories(tensors: Sequence[Any]) -> list[int]:
+    """Return the memory of each leaf; of many at once, for a step asks for that of all its leaves."""
     if is_concrete(*tensors):
         return [x.untyped_storage()._cdata for x in tensors]
     return [*map(memory_of, tensors)]
 
 
-def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
-    """Return a function that tells whether its argument lies in the memory of one of these leaves.
+def aside(tensors: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """Return tensors, copied where they lie in the memory of one of these leaves, which are to be written.
 
-    While a compiler traces, for which memory is no constant: whether it is one of them.
+    While a compiler traces, for which memory is no constant: where they are one of them.
     """
     if torch.compiler.is_compiling():
-        return lambda x: any(x is leaf for leaf in leaves)
-    known = {*_memories([leaf for leaf in leaves if isinstance(leaf, Tensor)])}
-    return lambda x: isinstance(x, Tensor) and memory_of(x) in known
+        return [x.clone() if any(x is leaf for leaf in leaves) else x for x in tensors]
+    known = {*_memories(leaves)}
+    return [
+        x.clone() if memory in known and isinstance(x, Tensor) else x
+        for x, memory in zip(tensors, _memories(tensors), strict=True)
+    ]
 
 
 def is_folded(x: Tensor) -> bool:
@@ -179,7 +171,7 @@ def move(params: Tree, moves: Tree) -> None:
     """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy `NewParams`, rounded."""
     pairs = [*zip(tree.leaves(params), tree.leaves(moves), strict=True)]
     if isinstance(moves, NewParams):
-        copy_into(*([pair[side] for pair in pairs] for side in (0, 1)))
+        copy_into(pairs)
         return
     if pairs and all(x.device.type != "cpu" for x in pairs[0]):
         # kernels calculate in float32, which would round a float64 update before it is added, and once more after

@@ -109,14 +109,10 @@ class Eligibility:
         return self._lists if fit and grads[0].device == tensors[0].device else None
 
     def _as_before(self, tensors: list[Tensor], shapes: list[torch.Size]) -> bool:
-        if self._seen is None or not are_same(tensors, [*chain(*self._lists)]):
+        before = [*chain(*self._lists)]
+        if self._seen is None or len(tensors) != len(before) or not all(map(is_, tensors, before)):
             return False
         return ([*map(Tensor.data_ptr, tensors)], shapes) == self._seen
-
-
-def are_same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Return whether two lists hold the same objects."""
-    return len(a) == len(b) and all(map(is_, a, b))
 
 
 _SHAPE, DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))

@@ -127,8 +127,8 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "adamw_into_": lambda: [
         (
-            [torch.zeros_like(_wave(n)) for _ in range(3 - frozen)], [_wave(n, seed=s) for s in range(rows)], _old(n),
-            *_DESCENT[:-1], 0.7 if frozen else math.inf, frozen,
+            [torch.zeros_like(_wave(n)) for _ in range(3 - frozen)], [_wave(n, seed=s) for s in range(rows)],
+            [_wave(n), _wave(n, seed=2), _wave(n, seed=3).abs()], *_DESCENT[:-1], 0.7 if frozen else math.inf, frozen,
         )
         for n, rows, frozen in ((4099, 1, False), (22, 2, True), (77, 3, False), (4099, 1, True))
     ],
@@ -148,11 +148,6 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
 }
 _EXAMPLES |= {f"{op}_": _EXAMPLES[op] for op in ("sign_encode_feedback", "sign_residual")}
-
-
-def _old(n: int) -> list[Tensor]:
-    """Return a param, mu and nu."""
-    return [_wave(n), _wave(n, seed=2), _wave(n, seed=3).abs()]
 
 
 def _momentum(zeros: bool = False) -> tuple[Any, ...]:
@@ -229,10 +224,6 @@ def _guarded(x: Tensor, device: torch.device) -> Tensor:
     return room[: x.numel()].view(x.shape).copy_(x)
 
 
-def _guard_of(x: Tensor) -> Tensor:
-    return x.as_strided((GUARD,), (1,), x.storage_offset() + x.numel())
-
-
 def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
     """Run a kernel on copies of its arguments; return the tensors it writes, the guards behind them, its results."""
     args = on_device(device, args)
@@ -244,7 +235,8 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
     results = kernel(*args)
     if results is NotImplemented or not written:
         return results
-    return [*written, *map(_guard_of, written), *(() if results is None else as_tuple(results))]
+    guards = [x.as_strided((GUARD,), (1,), x.storage_offset() + x.numel()) for x in written]
+    return [*written, *guards, *(() if results is None else as_tuple(results))]
 
 
 def of_sums(op: str) -> bool:

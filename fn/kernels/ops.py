@@ -72,7 +72,9 @@ def check(name: str, args: Sequence[Any]) -> None:
         sizes = [*map(Tensor.numel, named[like])]
         for key in [key for key in _OF_MOMENTA if key in named and (key, like) != ("mu", "nu")]:
             _check_sizes(key, named[key], sizes, like)
-        _check_copies(named.get("copies", ()), named.get("params", ()))
+        copies, params = ([tuple(t.shape) for t in named.get(key, ())] for key in ("copies", "params"))
+        if copies and copies != params:
+            raise ValueError(expected("copies", f"no tensors, or the shapes of params, {params}", f"{copies}"))
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
             shape = tuple(named[key].shape)
@@ -102,12 +104,6 @@ def _check_places(
     if any(x.numel() not in (1, count) for x in scalars):
         got = f"shapes {[tuple(x.shape) for x in scalars]}"
         raise ValueError(expected("scalars", f"one number each, or one per tensor, {count}", got))
-
-
-def _check_copies(copies: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    shapes, wanted = ([tuple(t.shape) for t in tensors] for tensors in (copies, params))
-    if copies and shapes != wanted:
-        raise ValueError(expected("copies", f"no tensors, or the shapes of params, {wanted}", f"{shapes}"))
 
 
 def _suspects(values: Sequence[Any], device: torch.device) -> list[Tensor]:

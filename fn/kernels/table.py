@@ -201,11 +201,6 @@ def _refuse(device_type: str, provider: str, op: str, error: object) -> None:
     warnings.warn(f"{what} for {device_type!r} is not used ({reason}); what comes next in the table runs", stacklevel=2)
 
 
-def registered_devices() -> list[str]:
-    """Return the device types that somebody registered a row for, or has an entry point for."""
-    return sorted({*(d for d, rows in _registered.items() if rows), *(p.name for p in entry_points(group=GROUP))})
-
-
 def refusals() -> dict[tuple[str, str, str], str]:
     """Return why rows and kernels are not used: (device type, provider, op or "") -> reason."""
     return dict(_refused)
@@ -373,14 +368,15 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
         claimed = {} if device in here else {op: row.name for row in reversed(rows(device)) for op in row.kernels}
         tried = {op: kernels[0].provider for op in SCHEMAS if (kernels := accepted.get((device, op)))}
         providers[device] = {op: tried.get(op, claimed.get(op, REFERENCE)) for op in SCHEMAS}
-    return Table(providers, tuple(_note(*key, reason) for key, reason in refusals().items()))
+    notes = ((device, " ".join(filter(None, (who, op))), reason) for (device, who, op), reason in refusals().items())
+    return Table(providers, tuple(f"{device}: {what} is not used: {reason}" for device, what, reason in notes))
 
 
 def devices() -> list[str]:
-    """Return the device types of this machine, the CPU first, and those with a registered row."""
+    """Return the device types of this machine, the CPU first, and those with a registered row or an entry point."""
     here = torch.accelerator.current_accelerator()
-    names = ["cpu", *([here.type] if here is not None else []), *registered_devices()]
-    return list(dict.fromkeys(names))
+    registered = {*(d for d, rows in _registered.items() if rows), *(p.name for p in entry_points(group=GROUP))}
+    return list(dict.fromkeys(["cpu", *([here.type] if here is not None else []), *sorted(registered)]))
 
 
 def is_here(device_type: str) -> bool:
@@ -390,7 +386,3 @@ def is_here(device_type: str) -> bool:
     except Exception:
         return False
     return device_type != "meta"
-
-
-def _note(device_type: str, provider: str, op: str, reason: str) -> str:
-    return f"{device_type}: {provider}{' ' + op if op else ''} is not used: {reason}"

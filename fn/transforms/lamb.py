@@ -267,7 +267,7 @@ def _warm_tensor(h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coe
     """Return the update, mu, nu, the moving ratio and the ratio of one tensor after a warm-up step."""
     mu, nu = moving_average(mu, g, h.b1), moving_average_of_squares(nu, g, h.b2)
     u = _decayed(adam_direction(mu, nu, h.eps), p, h)
-    ratio = trust_ratio(p, u, h.min_coeff, h.max_coeff)
+    ratio = ratio_of(_norm(p), _norm(u), h.min_coeff, h.max_coeff)
     return u * ratio.to(u.dtype), mu, nu, moved_coefficient(h, coefficient, ratio), ratio
 
 
@@ -340,11 +340,6 @@ def check_hyper(h: LambHyper) -> None:
         raise ValueError(expected("factor_min, factor_max", "0 < min <= max", f"{h.factor_min}, {h.factor_max}"))
     if h.factor_threshold < 0:
         raise ValueError(expected("factor_threshold", "a number of at least 0", f"{h.factor_threshold}"))
-
-
-def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
-    """Return clamp(||p|| / ||u||, low, high), 0-d float32; 1 where a norm is 0."""
-    return ratio_of(_norm(p), _norm(u), low, high)
 
 
 def ratio_of(weight: Tensor, update: Tensor, low: float, high: float) -> Tensor:

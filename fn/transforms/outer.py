@@ -315,9 +315,9 @@ def outer(
         of_sync = roles.replace(state.sync[number], "difference", torch.ones_like)
         state = state._replace(
             pending=tree.unflatten(structure, put(pending, places, differences)),
-            sync=_with(state.sync, number, of_sync),
-            begun=_with(state.begun, number, torch.ones_like(state.begun[number])),
-            sound=_with(state.sound, number, alike(sound.to(state.sound[number].device))),
+            sync=tree.with_part(state.sync, number, of_sync),
+            begun=tree.with_part(state.begun, number, torch.ones_like(state.begun[number])),
+            sound=tree.with_part(state.sound, number, alike(sound.to(state.sound[number].device))),
         )
         return params, state
 
@@ -340,7 +340,7 @@ def outer(
         # A mean that is not finite is kept as well: `outer_step` sees it, and leaves the exchange out.
         pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, means, strict=True)])
         pending = tree.unflatten(structure, pending)
-        return params, state._replace(pending=pending, sync=_with(state.sync, number, after))
+        return params, state._replace(pending=pending, sync=tree.with_part(state.sync, number, after))
 
     def outer_step(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Take the outer step, if the exchange has begun."""
@@ -377,12 +377,14 @@ def outer(
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
             pending=tree.unflatten(structure, put(pending, places, _zeros_like(means))),
-            outer=_with(state.outer, number, outer_state),
-            begun=_with(state.begun, number, torch.zeros_like(begun)),
+            outer=tree.with_part(state.outer, number, outer_state),
+            begun=tree.with_part(state.begun, number, torch.zeros_like(begun)),
             left_out=left_out,
         )
         anchors = [x.to(leaves[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
-        moved = [_between(x, leaves[i], alpha) for i, x in zip(places, anchors, strict=True)]
+        moved = anchors
+        if alpha:
+            moved = [x + alpha * (leaves[i].to(x.dtype) - x) for i, x in zip(places, anchors, strict=True)]
         if _is_known(taken & counts):
             return tree.unflatten(structure, put(leaves, places, moved)), state
         moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
@@ -492,15 +494,6 @@ def room_in(tensors: list[Tensor], others: list[Tensor]) -> list[list[Tensor]] |
 
 def _floats(state: Tree) -> list[Tensor]:
     return [x for x in tree.leaves(state) if x.is_floating_point()]
-
-
-def _with(states: tuple[Tree, ...], place: int, new: Tree) -> tuple[Tree, ...]:
-    return (*states[:place], new, *states[place + 1 :])
-
-
-def _between(anchor: Tensor, p: Tensor, alpha: float) -> Tensor:
-    """Return anchor + alpha (p - anchor); the anchor itself, bitwise, for alpha 0."""
-    return anchor + alpha * (p.to(anchor.dtype) - anchor) if alpha else anchor
 
 
 def _zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:

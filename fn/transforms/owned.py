@@ -335,13 +335,11 @@ def check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
     """Refuse a state of other params, of other costs or of another number of ranks with a ValueError."""
     # Owners on a device are taken on trust: to compare them in each step would wait for it.
     if is_concrete(state.owners) and state.owners.device.type == "cpu" and tuple(state.owners.tolist()) != owners:
-        wanted, got = (f"{len(o)} tensors, of which ranks own {_shares(o)}" for o in (owners, state.owners.tolist()))
+        both = [[*owners], state.owners.tolist()]
+        shares = ([of.count(r) for r in range(max(of, default=0) + 1)] for of in both)
+        wanted, got = (f"{len(of)} tensors, of which ranks own {n}" for of, n in zip(both, shares, strict=True))
         cure = "a state belongs to the params, the costs and the number of ranks that it was made for"
         raise ValueError(expected("state.owners", wanted, got, cure))
-
-
-def _shares(owners: Sequence[int]) -> list[int]:
-    return [owners.count(r) for r in range(max(owners, default=0) + 1)]
 
 
 def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: AxisNames) -> list[Tensor]:

@@ -24,7 +24,7 @@ from fn import roles, tree
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import age_of, from_plain, to_plain
+from fn.collectives.feedback import Counted, DampedError, from_plain, to_plain
 from fn.collectives.hierarchy import Hop
 from fn.transforms import flat_layout as layouts
 
@@ -145,7 +145,7 @@ def _is_nothing(error: Tree) -> bool:
 
 def _age(error: Tree, rank: int) -> Tensor:
     """Return what a rank adds to the sum of an error's age, which all ranks share: rank 0 the age, the others 0."""
-    age = age_of(error) if rank == 0 else None
+    age = error.age if rank == 0 and isinstance(error, DampedError | Counted) else None
     # Zeros, not nothing: all ranks have to add tensors of the same shapes.
     return torch.zeros((), dtype=torch.float64, device="cpu") if age is None else age.double().cpu()
 

@@ -525,7 +525,8 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     if bucket.fused:  # the tensors lie end to end, so a row may hold any of them: each begins where the last one ends
         widths = widths * len(tensors)
         starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
-    pieces = [_piece(t, number * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
+    ends = [(number * w - s, (number + 1) * w - s) for w, s in zip(widths, starts, strict=True)]
+    pieces = [t[max(first, 0) : max(end, 0)] for t, (first, end) in zip(tensors, ends, strict=True)]
     # Fused: one padding behind all. Else each piece is padded to its width, also one without elements in this row.
     padding = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
     if bucket.fused:
@@ -556,11 +557,6 @@ def refreshed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: T
             return master
     # Where the param is the master, rounded, the master has more digits; elsewhere the param was written.
     return torch.where(master.to(current.dtype) == current, master, current.to(master.dtype))
-
-
-def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
-    """Return the elements of a vector in [start, start + width), of which some may lie outside."""
-    return tensor[max(start, 0) : max(start + width, 0)]
 
 
 def show_failures(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:

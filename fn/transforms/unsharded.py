@@ -380,7 +380,8 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
     world, _, transport = axes.resolve(shards.axis)
     dims = shards.dims or tuple(0 if leaf.ndim else None for leaf in leaves)
     known = shards.shapes if transport != axes.ALONE else None  # whoever is alone has whole tensors
-    shapes = known or tuple(_of_pieces(leaf.shape, world) for leaf in leaves)
+    # (n / W, ...) -> (n, ...); a number () is not divided
+    shapes = known or tuple((leaf.shape[0] * world, *leaf.shape[1:]) if leaf.ndim else () for leaf in leaves)
     if not len(leaves) == len(dims) == len(shapes):
         wanted, got = f"one for each of {len(leaves)} tensors", f"{len(shapes)} shapes and {len(dims)} dimensions"
         raise ValueError(expected("shards", wanted, got))
@@ -397,11 +398,6 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
             raise ValueError(expected("updates", wanted, f"{tuple(leaf.shape)}"))
         cuts.append(cut)
     return cuts
-
-
-def _of_pieces(shape: torch.Size, world: int) -> tuple[int, ...]:
-    # (n / W, ...) -> (n, ...); a number () is not divided
-    return (shape[0] * world, *shape[1:]) if shape else ()
 
 
 def _is_here(owner: int, axis: str) -> bool:

@@ -83,7 +83,9 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         self.feedback = feedback
         self.rows = rows_of(segments, codec.align)
         own_row = self.rows.segments.row(torch.tensor(group.rank(), dtype=torch.int64, device="cpu"))
-        self.codec, self.own_codec = (_codec(codec, which, like.device) for which in (self.rows.segments, own_row))
+        # Their counts are on the device already, where every message needs them.
+        both = [Segments(s.widths, s.valid.to(like.device)) for s in (self.rows.segments, own_row)]
+        self.codec, self.own_codec = (segmented(codec, segments) for segments in both)
         # (1,) -> (W * row_length,), without memory: errors are made in the shape of what will travel.
         x = like.expand(group.size() * self.rows.segments.row_length)
         with bind({axis: group}):
@@ -227,11 +229,6 @@ def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:
     if ok.device.type == "cpu":
         return new if bool(ok) else old
     return tree.map(lambda n, o: torch.where(ok, n, o), new, old)
-
-
-def _codec(codec: Codec, segments: Segments, device: torch.device) -> Codec:
-    """Return the codec for segments whose counts are on the device already, where every message needs them."""
-    return segmented(codec, Segments(segments.widths, segments.valid.to(device)))
 
 
 def _factor(op: Any, size: int) -> float:

@@ -31,7 +31,7 @@ from fn.collectives.transports.failure_detection import abort_connections, raisi
 from fn.compiling import original
 from fn.errors import RanksDisagree, RefusedByAll, expected
 from fn.inplace.match import in_place
-from fn.inplace.memory import among, check_apart, copy_into, memory_of, move, written_into
+from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, written_into
 from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, settled
 from fn.kernels import flags
@@ -149,7 +149,6 @@ class Core(torch.optim.Optimizer):
         if isinstance(phase, Round) and phase != Round():
             with self.communicating(LOCAL_STEP_TAKEN):
                 self.exchange(phase)
-            note_written(self)
         return loss
 
     def follow_groups(self) -> None:
@@ -324,9 +323,8 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
     def computed(run: UpdateFn, late: Sequence[Callable[[], None]]) -> tuple[bool | Tensor, Callable[[], None]]:
         moves, after = run(grads, state, params)
         check_shapes(moves, params)
-        is_old = among(tree.leaves(state))
         # The state is written before the params, and would overwrite updates that lie in its memory.
-        moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
+        moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         write_state = written_into(state, after._replace(skipped=state.skipped))
 
@@ -547,9 +545,8 @@ def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Ca
         wanted = f"params of the shapes {[tuple(p.shape) for p in olds]}"
         raise ValueError(expected("exchange", wanted, f"{[tuple(x.shape) for x in news]}"))
     pairs = [(p, x.to(p.dtype)) for p, x in zip(olds, news, strict=True) if x is not p]
-    lies_in_old = among([*state, *olds])
-    pairs = [(p, x.clone() if lies_in_old(x) else x) for p, x in pairs]
-    return lambda: copy_into([p for p, _ in pairs], [x for _, x in pairs])
+    news = aside([x for _, x in pairs], [*state, *olds])
+    return lambda: copy_into([*zip([p for p, _ in pairs], news, strict=True)])
 
 
 def check_shapes(moves: Tree, params: Tree) -> None:

@@ -288,9 +288,12 @@ class Optimizer(Core):
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Return the tensors that a step must not change: params that rest, and the copies of them in a state."""
-        alone, kept = not self.wires and all(axis_size(axis) == 1 for axis in self.axes), []  # as bound now
+        kept: list[tuple[Tensor, Tensor]] = []
         for unit in self.units:
             members = [p for group in unit.groups for p in group["params"]]
+            if all(p.requires_grad and p.grad is not None for p in members):
+                continue
+            alone = not self.wires and all(axis_size(axis) == 1 for axis in self.axes)  # as bound now
             rests = [not p.requires_grad or (alone and p.grad is None) for p in members]
             if any(rests):
                 params = tree.leaves(unit.params)

@@ -114,7 +114,8 @@ class _Watch:
         if phase.phase not in self.looked_at:
             self.looked_at.add(phase.phase)
             _say_slow(core, phase)
-        if phase is Phase.COMPRESSED and not self.has_jumped and _was_warm(core):
+        before = max(core.steps - 2, 0)
+        if phase is Phase.COMPRESSED and not self.has_jumped and phase_of(core.schedule, before) is Phase.WARMUP:
             self.has_jumped = _warn_of_jumps(core)
         if phase.phase is not Phase.LOCAL:
             self.skipped_in_a_row = 0 if moved else self.skipped_in_a_row + 1
@@ -226,11 +227,6 @@ def _say_slow(core: Core, phase: Phase | Round) -> None:
         if isinstance(update, InPlace) and (reason := slow_tensors(pieces(members), pieces(grads)) if members else ""):
             text = "the %s step is taken link by link, in several times the memory traffic: in a param group %s"
             logger.warning(text, phase.phase.value, reason)
-
-
-def _was_warm(core: Core) -> bool:
-    """Tell whether the step before the last one was a warm-up."""
-    return phase_of(core.schedule, max(core.steps - 2, 0)) is Phase.WARMUP
 
 
 def _warn_of_jumps(core: Core) -> bool:

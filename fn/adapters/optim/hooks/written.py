@@ -42,7 +42,7 @@ def follow_params(core: Core) -> None:
                 copy_anew(unit)
                 unit.versions = versions_of(unit)
         core.has_begun = True  # an overlap comes here from the backward pass, and the step once more
-    elif not core.warned and core.next_phase is not Phase.WARMUP:
+    elif not core.warned and any(written) and core.next_phase is not Phase.WARMUP:
         for places, unit in zip(written, core.units, strict=True):
             if places and has_whole_copies(unit):
                 core.warned = True
