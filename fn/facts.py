@@ -21,7 +21,7 @@ class Averages(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a transform says of itself, for combinators and adapters that cut tensors into pieces, or shard them.
+    """What a transform says about itself, to combinators and adapters that cut tensors into pieces or shard them.
 
     axes: the names of the axes that it communicates over.
     whole: the names of its links that need whole tensors, because they use norms, shapes, rows or tiles. (): it works

@@ -88,7 +88,7 @@ def dion(
     iterations: int = 1,
     seed: int = 0,
 ) -> Transform:
-    """Train with Dion: step along orthonormal factors of a momentum, which travels in them; AdamW for other tensors.
+    """Train with Dion: send and step along orthonormal thin factors of a momentum; AdamW for other tensors.
 
     Take it where Newton-Schulz iterations of whole matrices take too long; else `muon` with a codec, which sends less.
 

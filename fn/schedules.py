@@ -218,7 +218,7 @@ class Every:
 
 
 def every_seconds(seconds: float) -> EverySeconds:
-    """Exchange each time that about so many seconds of local steps have been taken, on islands of unequal speed.
+    """Exchange after about so many seconds of local steps, on islands of unequal speed.
 
     Take it where `every` would let the fast islands wait for the slow ones. An island takes, up to its next exchange,
 
@@ -296,7 +296,7 @@ class EverySeconds:
 
 
 def periodic(period: int) -> Schedule:
-    """Take one step in so many in the warm-up, which is exact, and those between in the compressed phase.
+    """Take one step of every `period` in the warm-up, which is exact, and the others in the compressed phase.
 
     Of methods with two rules over one momentum: a costly one now and then, a cheap one between.
 

@@ -188,7 +188,7 @@ def names(axis: AxisNames) -> tuple[str, ...]:
 
 
 def axis_size(axis: AxisNames) -> int:
-    """Return the number of ranks of an axis, of several their product. Raises ValueError as `resolve` does.
+    """Return the number of ranks of an axis; of several axes, the product. Raises ValueError as `resolve` does.
 
     >>> import fn
     >>> fn.axis_size("data")                                # in a process that belongs to no group
@@ -201,7 +201,7 @@ def axis_size(axis: AxisNames) -> int:
 
 
 def axis_index(axis: AxisNames) -> Tensor:
-    """Return this rank's index on an axis, 0-d int64; on several, the last of them counts fastest.
+    """Return this rank's index on an axis, 0-d int64; on several axes, the last one counts fastest.
 
     >>> import torch, fn
     >>> fn.simulate(lambda x: 10 * fn.axis_index("data") + x, "data", 3)(torch.tensor([7, 8, 9]))

@@ -46,7 +46,7 @@ Tree = Any
 
 @declare(rank_local=("worker", "server"), errors=("worker", "server"))
 class ErrorFeedbackState(NamedTuple):
-    """The residual errors, per flat buffer: what workers (n,) and servers (n / W,) did not deliver, one rank's own."""
+    """One rank's errors, per flat buffer: what it did not deliver as a worker, (n,), or as a server, (n / W,)."""
 
     worker: Tree
     server: Tree
@@ -99,7 +99,7 @@ def reduce_scatter_wide(
 def all_gather_shards(
     shard: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tree]:
-    """Give every rank the whole vector, in codes, of which each has a shard.
+    """Give every rank the whole vector, in codes, from the shard that each rank has.
 
     >>> import torch, fn
     >>> def on_rank(shard):

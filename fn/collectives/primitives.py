@@ -155,7 +155,7 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
     _check_tensors(x)
     size, _, transport = axes.resolve(axis)
     if any(leaf.dtype == torch.bool and not _stays(leaf, size, transport) for leaf in tree.leaves(x)):
-        raise TypeError(expected("x", "numbers", "torch.bool", "convert it, with x.int() for one"))
+        raise TypeError(expected("x", "numbers", "torch.bool", "convert it, such as by x.int()"))
     return tree.map(lambda leaf: _sent(leaf, axis, "psum", 2 * (size - 1), size), x)
 
 

@@ -32,7 +32,7 @@ def bits_per_second(text: str) -> float:
     """
     wanted = "a bandwidth such as 100mbit, 10gbit or 25gbyte"
     if text.rstrip().endswith(("Bps", "BPS")):
-        raise ValueError(f"{text!r} may mean bits or bytes; wanted is {wanted}")
+        raise ValueError(f"{text!r} may mean bits or bytes; expected {wanted}")
     return _parse(text, _RATES, wanted)
 
 
@@ -45,7 +45,7 @@ def count(text: str) -> int:
     """Return a number of things: "1.3e9", "64", "110m". Raises: ValueError as `bits_per_second`."""
     number = _parse(text, _COUNTS, "a number such as 64, 1.3e9 or 340m")
     if number > MOST:
-        raise ValueError(f"{text!r} is too large; wanted is at most {MOST:g}")
+        raise ValueError(f"{text!r} is too large; expected at most {MOST:g}")
     if number != int(number):
         raise ValueError(f"{text!r} is not a whole number")
     return int(number)
@@ -74,10 +74,10 @@ def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:
     digits, unit = float(match[1]), match[2].lower()
     if unit not in units:
         problem = f"has the unknown unit {match[2]!r}" if unit else "has no unit"
-        raise ValueError(f"{text!r} {problem}; wanted is {wanted}")
+        raise ValueError(f"{text!r} {problem}; expected {wanted}")
     number = digits * units[unit]
     if not 0 < number < math.inf:
-        raise ValueError(f"{text!r} is out of range; wanted is {wanted}, above 0")
+        raise ValueError(f"{text!r} is out of range; expected {wanted}, above 0")
     return number
 
 

@@ -89,7 +89,7 @@ def average(
     *,
     layout: str = "flat",
 ) -> Transform:
-    """Average the updates over the ranks of an axis in the warm-up: an all-reduce of a message per (dtype, device).
+    """Average the updates over the ranks of an axis in the warm-up, by one all-reduce per dtype and device.
 
     In the other phases it is the identity: each rank keeps its own updates, which a compressed average further down the
     chain brings together.
@@ -117,10 +117,10 @@ def average(
     """
     if codec is None:
         if feedback is not None:
-            raise ValueError("feedback: is given without a codec; an exact average leaves nothing undelivered")
+            raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
         return _exact_average(axis)
     if axis is None:
-        raise ValueError("codec: is given without an axis; nothing travels")
+        raise ValueError("codec: is given without an axis; give an axis, for without one nothing is sent")
     inner = _in_codes(axis, codec, damped() if feedback is None else feedback, layout)
 
     def init(params: Tree) -> CodedAverageState:

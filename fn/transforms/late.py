@@ -168,7 +168,7 @@ def late(tx: Any, *, correction: float = 1.0) -> Any:
     return made
 
 
-_TWICE = expected("tx", "a transform that is in time", "one with fn.late inside", "take one of the two fn.late off")
+_TWICE = expected("tx", "a transform that is in time", "one with fn.late inside", "leave out one of the two fn.late")
 
 
 def _late(tx: Transform, correction: float) -> Transform:
@@ -283,7 +283,7 @@ def _halves(tx: Transform) -> tuple[Transform, Transform]:
         last = _name(links[cut - 1])
         wanted = f"no rate and no decay in front of or inside of its last link that communicates, {last}"
         cure = "put it behind that link, for what travels would read a rate that a scheduler fills; a method that has "
-        cure += "it inside goes without fn.late"
+        cure += "it inside cannot be late"
         raise ValueError(expected("tx", wanted, ", ".join(now), cure))
     return direction, chain(*links[cut:])
 

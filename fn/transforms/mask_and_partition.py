@@ -81,7 +81,7 @@ def relabelled(label: str, name: str) -> str:
 
 
 def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
-    """Apply a transform to the leaves where the mask is true; the others pass as they are.
+    """Apply a transform to the leaves where the mask is true, and pass the others on unchanged.
 
         >>> import torch, fn
         >>> tx = fn.mask(fn.add_decayed_weights(0.1), lambda params: fn.tree.map(lambda p: p.ndim > 1, params))

@@ -120,7 +120,7 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     flatten: bool = False,
 ) -> Transform:
-    """Make each matrix of the updates nearly orthogonal, by Newton-Schulz iterations: `scale_by_muon`, no momentum.
+    """Make each matrix of the updates nearly orthogonal by Newton-Schulz iterations: `scale_by_muon` without momentum.
 
     A tensor of more dimensions is a stack of matrices, unless flatten=True.
 

@@ -67,7 +67,7 @@ Tree = Any
     others=("inner", "sync"),
 )
 class OuterState(NamedTuple):
-    """State of `outer`.
+    """The state of `outer`.
 
     inner: the state of the inner optimizer. It is each rank's own, and no exchange changes it.
     anchor: the params that all ranks agreed on last, in float32 where params are in half precision.

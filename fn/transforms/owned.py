@@ -101,7 +101,7 @@ def owned(
     gather: Codec | None = None,
     cost: Costs = None,
 ) -> Transform:
-    """Run `inner` on whole tensors, each on the rank that owns it: ZeRO stage 1 for Muon and all that needs matrices.
+    """Run `inner` on whole tensors, each on its owner: ZeRO stage 1 for Muon and all that needs whole tensors.
 
         m = mean_r C(g_r + e_r)   at the owner of the tensor,      u = inner(m),      updates = gather of C(u + d)
 
@@ -151,7 +151,7 @@ def owned(
     (to_owner,) = hops(between, codec, kept) if codec is not None else [exact]
     (to_all,) = hops(between, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
     if feedback is not None and codec is None and gather is None:
-        raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
+        raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
 
     facts = facts_of(inner)
 

@@ -53,7 +53,7 @@ EVERY = -1
 
 
 class Shards(NamedTuple):
-    """How tensors are divided over the ranks of an axis. `fn.Optimizer` makes it of DTensors.
+    """How tensors are divided over the ranks of an axis. `fn.Optimizer` makes it from DTensors.
 
     axis: the name of the axis.
     shapes: of the whole tensors, in the order of the leaves of the params; None: W times the rows of each piece.
@@ -99,7 +99,7 @@ def unsharded(
     gather: Codec | None = None,
     cost: Costs = None,
 ) -> Transform:
-    """Run `inner` on whole tensors, of which each rank has a piece: one exchange brings them together, one takes apart.
+    """Run `inner` on whole tensors, of which each rank has a piece: one exchange collects the pieces, one returns them.
 
     Each tensor is brought to one rank, its owner; owners are balanced as those of `fn.owned` are. For tensors of N
     elements in all, a rank sends N / W elements there and as many back, less what it owns.
@@ -139,7 +139,7 @@ def unsharded(
     (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
     (to_pieces,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
     if feedback is not None and codec is None and gather is None:
-        raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
+        raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
 
     facts = facts_of(inner)
 

@@ -34,5 +34,5 @@ def test_the_bytes_of_a_round_are_those_of_the_page() -> None:
     sizes = {name: sent(fn.diloco(1e-3, axis="data", codec=codec), fn.Round(0, 0)) for name, codec in codecs.items()}
     sizes["with `sparse_loco`"] = sent(fn.sparse_loco(1e-3, axis="data"), fn.Round(0, 0))
     parts = ", ".join(f"{size / 1e6:.3g} MB {name}" for name, size in sizes.items())
-    adamw = f"Of AdamW's {exact / 1e6:.3g} MB in 16 steps of ten million parameters on 4 ranks"
-    assert f"{adamw}, a round sends {parts}." in text
+    adamw = f"With ten million parameters on 4 ranks, AdamW sends {exact / 1e6:.3g} MB per rank in 16 steps."
+    assert f"{adamw} A round sends {parts}." in text

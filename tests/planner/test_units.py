@@ -40,12 +40,12 @@ def test_ranks_of_factors_and_parts():
 @pytest.mark.parametrize(
     ("parse", "text", "said"),
     [
-        (units.bits_per_second, "10gb", "unknown unit 'gb'; wanted is a bandwidth such as 100mbit"),
-        (units.bits_per_second, "10GBps", "'10GBps' may mean bits or bytes; wanted is a bandwidth such as 100mbit"),
+        (units.bits_per_second, "10gb", "unknown unit 'gb'; expected a bandwidth such as 100mbit"),
+        (units.bits_per_second, "10GBps", "'10GBps' may mean bits or bytes; expected a bandwidth such as 100mbit"),
         (units.bits_per_second, "10", "has no unit"),
         (units.bits_per_second, "-1gbit", "above 0"),
         (units.bits_per_second, "fast", "'fast' is not a bandwidth"),
-        (units.seconds, "350", "has no unit; wanted is a duration such as 5us"),
+        (units.seconds, "350", "has no unit; expected a duration such as 5us"),
         (units.seconds, "0ms", "above 0"),
         (units.seconds, "1e999s", "out of range"),
         (units.seconds, "", "'' is not a duration"),

@@ -165,7 +165,7 @@ def named(make: Any, **more: Any) -> Any:
 REFUSED: dict[str, tuple[Any, str]] = {
     "correction": (lambda: fn.late(fn.adamw, correction=1.5), r"correction: expected a number in \[0, 1\], but"),
     "twice": (lambda: fn.late(fn.late(fn.adamw)), "tx: expected a transform that is in time, but got one with fn.late"),
-    "late inside": (lambda: fn.late(fn.late(fn.adamw(axis="data"))), "tx: .* take one of the two fn.late off"),
+    "late inside": (lambda: fn.late(fn.late(fn.adamw(axis="data"))), "tx: .* leave out one of the two fn.late"),
     "a rate in front": (
         lambda: fn.late(fn.chain(fn.scale_by_learning_rate(0.1), fn.average("data"))),
         "last link that communicates, average, but got scale_by_learning_rate; put it behind that link, for what",

@@ -53,7 +53,7 @@ class Fused(NamedTuple):
 
 @invalidates({"encode", "decode"}, {"decode_mean", "segmented", "fused", "make"})
 class Codec(NamedTuple):
-    """How rows of numbers travel.
+    """How rows of numbers become codes for a message, and codes become numbers again.
 
     encode: (R, n) floating -> payload, a tree of tensors (R, ...). Deterministic: the same numbers, the same payload.
     decode: payload -> (R, n) floating.
