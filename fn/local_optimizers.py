@@ -133,7 +133,7 @@ def diloco(
 
 
 def local_sgd(
-    lr: float | Tensor = 0.4,
+    lr: float | Tensor = 0.5,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     *,
