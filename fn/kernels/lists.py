@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import memory_pool, ops
+from fn.kernels import memory_pool
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
 from fn.kernels.reference.lists import RESULTS
-from fn.kernels.table import cells
+from fn.kernels.table import cells, direct
 from fn.kernels.tracing import is_concrete, is_recorded, pooled
 
 Number = float | Tensor | Sequence[Tensor]
@@ -194,9 +194,9 @@ def _call(
             places.append(place)
             scalars.append(x.to(device))
     flat = ([x for column in side for x in column] for side in (results, lists))
-    # As `ops.direct` asks. Nobody differentiates this: `has_kernels` has looked.
+    # As `direct` asks. Nobody differentiates this: `has_kernels` has looked.
     with torch.no_grad():
-        ops.direct("elementwise_", rule.__name__, *flat, scalars, places, values)
+        direct("elementwise_", rule.__name__, *flat, scalars, places, values)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -214,7 +214,7 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     for place, x in enumerate(tensors):
         kinds.setdefault(x.dtype, []).append(place)
     alike = ([tensors[place] for place in places] for places in kinds.values())
-    sums: list[Tensor] = [ops.direct("sums_of_squares", some) for some in alike]
+    sums: list[Tensor] = [direct("sums_of_squares", some) for some in alike]
     wide = torch.float64 if torch.float64 in kinds else torch.float32
     if len(sums) == 1:
         return sums[0].to(wide)

@@ -15,17 +15,19 @@ import logging
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fn.errors import expected
 from fn.kernels import known_answers
-from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS
+from fn.kernels.reference import REFERENCES
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
 
 logger = logging.getLogger("fn")
 
@@ -215,6 +217,30 @@ def cells(op: str, device_type: str) -> tuple[Cell, ...]:
         return ()
     accepted = _accepted.get((op, device_type))
     return accepted if accepted is not None else _accept(op, device_type)
+
+
+def direct(name: str, *args: Any) -> Any:
+    """Run a kernel without the dispatcher, which takes time for every tensor of a list, and without the checks.
+
+    Args: name: of the op. args: its own; tensors that hold numbers now (`tracing.is_concrete`), without grad mode,
+        checked by the caller.
+    """
+    for cell in cells(name, device_of(args).type):
+        results = cell.kernel(*args)
+        if results is not NotImplemented:
+            for position in WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
+                torch.autograd.graph.increment_version(args[position])
+            return results
+    return REFERENCES[name](*args)
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor of the arguments."""
+    for value in args:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    return torch.device("cpu")
 
 
 @contextmanager

@@ -8,9 +8,8 @@ step t      gradients at x_t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +50,6 @@ from fn.transforms.leafwise import apply
 from fn.transforms.skip_nonfinite import is_fine, skip_nonfinite
 
 Tree = Any
-Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 @declare(

@@ -453,23 +453,13 @@ def gather_back(
     return whole, kept._replace(server=server)
 
 
-def where_it_travels(shard: Tensor, dtype: torch.dtype, bucket: Bucket) -> Tensor | None:
-    """Return memory (W, n / W) for what `gather_in_place` gathers; None on a device, whose collectives bring their own.
-
-    Args: shard: (n / W,). dtype: of the messages.
-    """
-    if shard.device.type != "cpu":
-        return None
-    return memory_pool.empty((bucket.segments.valid.shape[0], shard.shape[0]), dtype, shard.device)
-
-
 def gather_in_place(
     value: Tensor, dtype: torch.dtype, whole: Tensor | None, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
 ) -> tuple[Tensor, Kept]:
     """Do what `gather_back` does, in the memory of `whole` where nothing is encoded. Outside of traces.
 
-    Args: value: this rank's shard, which may be its row of `whole`. dtype: of the messages. whole: as
-        `where_it_travels` returns it.
+    Args: value: this rank's shard, which may be its row of `whole`. dtype: of the messages. whole: memory (W, n / W);
+        None on a device, whose collectives bring their own.
     """
     if (codes and rules.gather is not None) or not isinstance(rules.axis, str):
         return gather_back(value, dtype, kept, bucket, rules, codes)

@@ -14,8 +14,8 @@ from fn.arguments import check_is_transform
 from fn.base import Guarded, NewParams, Phase, Transform, UpdateFn, check_state, combine, facts_of
 from fn.collectives.agreement import device_of, true_on_all
 from fn.errors import expected
-from fn.kernels import ops
 from fn.kernels.flags import known
+from fn.kernels.table import direct
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 
@@ -177,7 +177,7 @@ def _by_kernel(leaves: list[Tensor]) -> Tensor:
     for x in leaves:
         alike.setdefault((x.dtype, x.device), []).append(x.detach())
     # a flag () for each dtype and device, for a kernel takes a list of one kind
-    flags = [ops.direct("largest_magnitude", some) < math.inf for some in alike.values()]  # NaN is not
+    flags = [direct("largest_magnitude", some) < math.inf for some in alike.values()]  # NaN is not
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 

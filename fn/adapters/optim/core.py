@@ -27,9 +27,9 @@ from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
 from fn.collectives.background import Background
 from fn.collectives.profiling import step_range
-from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
+from fn.collectives.transports.failure_detection import falling_silent, raising_peer_lost
 from fn.compiling import original
-from fn.errors import RanksDisagree, RefusedByAll, expected
+from fn.errors import expected
 from fn.inplace.match import in_place
 from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, written_into
 from fn.inplace.own_memory import in_own_memory
@@ -221,21 +221,14 @@ class Core(torch.optim.Optimizer):
 
     @contextmanager
     def communicating(self, left: str) -> Iterator[None]:
-        """Bind the axes; where this rank fails alone, fall silent, so that the others raise `PeerLost` and do not wait.
+        """Bind the axes; where this rank fails alone, fall silent.
 
         Args: left: how parameters and state are then.
         """
         wires = self.wires
-        with in_turn(wires):
+        with in_turn(wires), falling_silent(wires.values()), self.binding, raising_peer_lost(wires, left=left):
             try:
-                with self.binding, raising_peer_lost(wires, left=left):
-                    yield
-            except (RanksDisagree, RefusedByAll):
-                raise  # on all ranks alike
-            except BaseException:  # Ctrl-C, too
-                for wire in wires.values():
-                    abort_connections(wire)
-                raise
+                yield
             finally:
                 # What was staged and not taken is of this step's numbers; the next step must not write it.
                 self.staged.clear()

@@ -28,8 +28,6 @@ from fn.inplace.memory import written_into
 from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
 from fn.schedules import Remembering
 
-Tree = Any
-
 FORMAT, VERSION = "format", 5
 """The key of the number of this format, int64; fn 0.3 and before saved none."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Segments, segments_of, tile
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan
-
-Tree = Any
 
 MANTISSAS = {"e4m3": 3, "e5m2": 2}
 """The bits of the mantissa of each format."""

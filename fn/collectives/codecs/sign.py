@@ -13,8 +13,8 @@ from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
 from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected
-from fn.kernels import ops
 from fn.kernels.layout import scale_dtype
+from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
@@ -174,7 +174,7 @@ def _sign_with_feedback(
         if isinstance(error, LazyError):
             return payload, LazyError(buffer.reshape(-1), scales)
         if is_concrete(buffer):
-            ops.direct("sign_residual_", buffer, scales, layout.valid, layout.runs)
+            direct("sign_residual_", buffer, scales, layout.valid, layout.runs)
         else:  # a trace may not write over it
             buffer = torch.ops.fn.sign_residual(buffer, scales, layout.valid, layout.runs)
         return payload, buffer.reshape(-1)
@@ -199,13 +199,13 @@ def _sign_with_feedback(
         assert by_tensor is not None
         layout = lay_out(rows, by_tensor.row_length, mu[0].device)
         args = mu, grads, decay, *sent(error, layout), layout.valid, layout.runs
-        return finish_both(rows, layout, error, *ops.direct("momentum_encode", *args))
+        return finish_both(rows, layout, error, *direct("momentum_encode", *args))
 
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
         # (W, n / 8) -> (1, W, n / 8), and scales (W, S) -> (1, W, S)
         args = received.bits[None], received.scales.contiguous()[None], *sent(error, layout), layout.valid, layout.runs
-        served = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
+        served = direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)
 
     def settle(error: Tree, rows: int) -> Tensor:
