@@ -246,7 +246,7 @@ class Changes:
         def error() -> ValueError:
             pairs = enumerate(zip(now, left, strict=True))
             changed = next(g for g, pair in pairs if not _near(pair[:1], pair[1:], factor))
-            clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap"
+            clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in place of overlap"
             clips = clips if maker == "overlap" else f"{maker}(..., max_norm=...)"
             return ValueError(
                 f"gradients of param group {changed}: expected those that backward left, from which the step is taken, "

@@ -161,8 +161,8 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
     """
     if max_grad_norm:
         cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "
-        cure += "keep_local(model) in the place of overlap"
-        wanted = "0, for a trainer clips the gradients of each rank by a norm of their own"
+        cure += "keep_local(model) in place of overlap"
+        wanted = "0, because a trainer clips the gradients of each rank by that rank's norm"
         raise ValueError(expected("max_grad_norm", wanted, f"{max_grad_norm}", cure))
 
 
