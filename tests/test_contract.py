@@ -309,7 +309,7 @@ def test_compiled_in_one_graph_it_agrees_with_eager_and_is_never_compiled_again(
         lr.fill_(value)
         g = w.gradients()
         expected = eager(g, state, params)
-        with torch._dynamo.config.patch(specialize_float=True):  # else a trace is thrown away at its end and taken again
+        with torch._dynamo.config.patch(specialize_float=True):  # else a trace is thrown away and taken again
             found = compiled(g, state, params)
         for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
