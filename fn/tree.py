@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # The `map` of this module hides Python's.
 from builtins import map as _map
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -242,6 +242,12 @@ def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) 
     if isinstance(tree, kind):
         return f(tree)
     return rebuilt(tree, lambda value: replace(value, kind, f)) if inside(tree) else tree
+
+
+def with_leaves(tree: Tree, new: Mapping[int, Any]) -> Tree:
+    """Return a tree with other leaves at some places among its leaves."""
+    flat, structure = flatten(tree)
+    return unflatten(structure, [new.get(place, leaf) for place, leaf in enumerate(flat)])
 
 
 def with_part(tree: Tree, place: Any, part: Tree) -> Tree:

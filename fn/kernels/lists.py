@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.kernels import memory_pool
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
 from fn.kernels.reference.lists import RESULTS
@@ -210,16 +211,12 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         # In float32 at least: the square of a norm of 256 overflows float16.
         norms = [torch.linalg.vector_norm(x.to(scale_dtype(x))).square() for x in tensors]
         return torch.stack([x.to(norms[0].device) for x in norms])
-    kinds: dict[torch.dtype, list[int]] = {}
-    for place, x in enumerate(tensors):
-        kinds.setdefault(x.dtype, []).append(place)
-    alike = ([tensors[place] for place in places] for places in kinds.values())
-    sums: list[Tensor] = [direct("sums_of_squares", some) for some in alike]
-    wide = torch.float64 if torch.float64 in kinds else torch.float32
-    if len(sums) == 1:
-        return sums[0].to(wide)
-    each = dict(zip((place for places in kinds.values() for place in places), torch.cat(sums).unbind(), strict=True))
-    return torch.stack([each[place] for place in range(len(tensors))]).to(wide)
+    dtypes = [x.dtype for x in tensors]
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    if len({*dtypes}) == 1:
+        sums: Tensor = direct("sums_of_squares", [*tensors])
+        return sums.to(wide)
+    return torch.stack(tree.in_groups(lambda some: direct("sums_of_squares", some).unbind(), dtypes, tensors)).to(wide)
 
 
 def peaks(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fn.errors import expected
 from fn.kernels import known_answers
+from fn.kernels.flags import temporarily
 from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
 
@@ -243,14 +244,9 @@ def device_of(args: Sequence[Any]) -> torch.device:
     return torch.device("cpu")
 
 
-@contextmanager
-def only_references() -> Iterator[None]:
+def only_references() -> AbstractContextManager[bool]:
     """In this context the references run in this thread, so that no kernel is compiled and asked for known answers."""
-    before, _thread.only_references = _thread.only_references, True
-    try:
-        yield
-    finally:
-        _thread.only_references = before
+    return temporarily(_thread, "only_references", True)
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:

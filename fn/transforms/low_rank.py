@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_is_transform, check_number, check_whole
+from fn.arguments import check_flag, check_is_transform, check_number, check_whole
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
@@ -324,8 +324,7 @@ def _check(rank: int | float, feedback: Feedback, min_rate: float, orthonormal: 
     check_number("min_rate", min_rate)
     if not 0 < min_rate < math.inf:
         raise ValueError(expected("min_rate", "a positive number", f"{min_rate}"))
-    if not isinstance(orthonormal, bool):
-        raise TypeError(expected("orthonormal", "True or False", f"{orthonormal!r}"))
+    check_flag("orthonormal", orthonormal)
 
 
 def _sides(plan: _Plan) -> tuple[int, int]:

@@ -231,7 +231,7 @@ def outer(
         parts = [[zeros[i] for i in places] for places in fragment_places(fragments, params)]
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         # Counters lie where the params do: on the host each step would wait for the device to count.
-        device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+        device = device_of(params)
         alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
         # () for a fragment without params: its rounds return at once, and send nothing.
         outer_states = tuple(outer_tx.init([x.to(host) for x in part]) if part else () for part in parts)

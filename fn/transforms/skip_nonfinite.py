@@ -78,9 +78,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
 
     def init(params: Tree) -> SkipState:
         tree.check_real(params, "params")
-        leaves = tree.leaves(params)
-        device = leaves[0].device if leaves else torch.device("cpu")
-        return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))
+        return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device_of(params)))
 
     def guarded(phase: Phase, inner_update: UpdateFn) -> UpdateFn:
         def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:

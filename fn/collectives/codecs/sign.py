@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
+from fn.collectives.codecs.integer import checked_block
 from fn.collectives.feedback import Classic, LazyError
-from fn.errors import expected
 from fn.kernels.layout import scale_dtype
 from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan, is_concrete
@@ -49,10 +48,7 @@ def sign(block: int | None = None) -> Codec:
         majority vote, taken in the 2-norm as the authors' code does.
     Differs: padding is neither counted nor given an error; in the authors' code, and in DeepSpeed's, it is both.
     """
-    if block is not None:
-        check_whole("block", block)
-    if block is not None and (block <= 0 or block % 8):
-        raise ValueError(expected("block", "None or a positive multiple of 8", f"{block}"))
+    block = None if block is None else checked_block(block)
     return _sign(block, None)._replace(make=partial(sign, block))
 
 
