@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from golden_cases import recordings
+from golden_cases import Recording, recordings
 from torch import Tensor
 
 import fn
@@ -29,26 +29,12 @@ Made = tuple[fn.Transform, Callable[[Tree, Tree, list[Tensor]], dict[str, list[T
 ALL: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        return self.row["hyper"]
-
-    @property
-    def world(self) -> int:
-        return int(self.row["world"])
+class Case(Recording):
+    """A recording of a compressor."""
 
     @property
     def shapes(self) -> list[torch.Size]:
         return [*map(torch.Size, self.row["shapes"])]
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.shapes))]
 
     def off(self, found: Found, where: Mapping[str, np.ndarray] = ALL) -> float:
         """Return how far the first steps are off, in units of the tolerance.

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from golden_cases import recorded_form, recordings
+from golden_cases import Recording, recorded_form, recordings
 from torch import Tensor
 
 import fn
@@ -20,26 +19,8 @@ FOLDER = Path(__file__).parent / "golden" / "outer"
 ROUNDS = Path(__file__).parent / "golden" / "rounds"
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        return self.row["hyper"]
-
-    @property
-    def world(self) -> int:
-        return int(self.hyper["world"])
-
-    @property
-    def count(self) -> int:
-        return len(self.hyper["shapes"])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(self.count)]
+class Case(Recording):
+    """A recording of local steps."""
 
     def gradients(self) -> Callable[[int, list[Tensor]], list[Tensor]]:
         """Return (step, params) -> the gradients of all ranks."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from golden_cases import recordings
+from golden_cases import Recording, recordings
 from torch import Tensor
 
 import fn
@@ -25,11 +25,8 @@ from fn.transforms.low_rank import LowRankState
 FOLDER = Path(__file__).parent / "compressors"
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+class Case(Recording):
+    """A recording of an average of low rank."""
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -40,10 +37,6 @@ class Case(NamedTuple):
         return max(2, int(self.row["world"]))
 
     @property
-    def count(self) -> int:
-        return len(self.row["shapes"])
-
-    @property
     def warmup(self) -> int:
         return int(self.hyper.get("start_powerSGD_iter", self.hyper.get("start_compressing_after_num_steps", 0)))
 
@@ -52,9 +45,6 @@ class Case(NamedTuple):
         q = self.arrays.get(f"{tensor}.Q")
         coded = self.row["method"] == "powersgd_torch" and q is not None and step > self.warmup
         return coded and any(not x.any() for x in q[self.warmup : step])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(self.count)]
 
     def given(self, name: str, i: int) -> Tensor | None:
         found = self.arrays.get(f"p{i}.{name}")
