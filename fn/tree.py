@@ -310,6 +310,18 @@ def by_path(t: Tree, prefix: str = "") -> dict[str, Any]:
     return {f"{prefix}{path}": leaf for path, leaf in zip(paths(t), leaves(t), strict=True)}
 
 
+def places_by(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return where each key stands, the keys in the order in which they come first.
+
+    >>> places_by("aba")
+    {'a': [0, 2], 'b': [1]}
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        groups.setdefault(key, []).append(place)
+    return groups
+
+
 def in_groups(f: Callable[..., Sequence[Any]], keys: Iterable[Any], *lists: Sequence[Any]) -> list[Any]:
     """Return what f makes of entries of lists, where it is given those of a key together, in the order of the entries.
 
@@ -318,10 +330,7 @@ def in_groups(f: Callable[..., Sequence[Any]], keys: Iterable[Any], *lists: Sequ
 
     Args: f: of as many lists as there are, to a result for each entry. keys: one for each entry.
     """
-    groups: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
-        groups.setdefault(key, []).append(place)
     results: dict[int, Any] = {}
-    for places in groups.values():
+    for places in places_by(keys).values():
         results.update(zip(places, f(*([entries[i] for i in places] for entries in lists)), strict=True))
     return [results[place] for place in range(len(results))]

@@ -165,12 +165,10 @@ def _by_kernel(
     if {len({x.dtype for x in column}) for column in columns} == {1} and alike_in_memory(*columns):
         _call(rule, results, lists, values)
         return results
-    kinds: dict[Any, list[int]] = {}
-    for s, row in enumerate(zip(*columns, strict=True)):
-        # A kernel goes through memory: only tensors that lie in the same order have their elements in the same places.
-        alike = contiguous(row) or alike_in_memory(*([x] for x in row))
-        kinds.setdefault((alike, *(x.dtype for x in row)), []).append(s)
-    for places in kinds.values():
+    # A kernel goes through memory: only tensors that lie in the same order have their elements in the same places.
+    rows = [*zip(*columns, strict=True)]
+    kinds = [(contiguous(row) or alike_in_memory(*([x] for x in row)), *(x.dtype for x in row)) for row in rows]
+    for places in tree.places_by(kinds).values():
         some = [_at(x, places) if isinstance(x, Tensor) and x.numel() > 1 else x for x in values]
         to, given = ([[column[s] for s in places] for column in side] for side in (results, lists))
         _call(rule, to, given, some)

@@ -61,14 +61,11 @@ def buckets(
     Raises: ValueError if the layout is not one of `LAYOUTS`.
     """
     check_layout(layout)
-    groups: dict[Any, list[int]] = {}
     if layout != "per_tensor" and len({leaf.dtype for leaf in leaves}) == 1 == len({leaf.device for leaf in leaves}):
-        groups[None] = [*range(len(leaves))]  # the common case, without hashing each leaf's key in every step
+        groups = {None: [*range(len(leaves))]}  # the common case, without hashing each leaf's key in every step
     else:
-        for i, leaf in enumerate(leaves):
-            dtype = scale_dtype(leaf) if half_with_float32 else leaf.dtype
-            key = i if layout == "per_tensor" else (dtype, leaf.device)
-            groups.setdefault(key, []).append(i)
+        kinds = [(scale_dtype(leaf) if half_with_float32 else leaf.dtype, leaf.device) for leaf in leaves]
+        groups = tree.places_by(range(len(leaves)) if layout == "per_tensor" else kinds)
     return [
         _bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")
         for places in groups.values()

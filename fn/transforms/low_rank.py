@@ -211,9 +211,7 @@ def low_rank_average(
 
         Args: kinds: of each tensor its shape, dtype and device, and whether it is averaged exactly.
         """
-        alike: dict[Any, list[int]] = {}
-        for i, (shape, dtype, device, exact) in enumerate(kinds):
-            alike.setdefault((plan_of(shape, exact), dtype, device), []).append(i)
+        alike = tree.places_by((plan_of(shape, exact), dtype, device) for shape, dtype, device, exact in kinds)
         stacks = [_Stack(tuple(places), plan) for (plan, _, _), places in alike.items() if plan.rank]
         # Those in factors first, so that `[:sent]` are they; the sort is stable, and keeps the order of the leaves.
         return sorted(stacks, key=lambda stack: not stack.plan.in_factors)

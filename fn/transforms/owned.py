@@ -311,11 +311,8 @@ def _costs(params: Tree, cost: Costs) -> Tree:
 
 @cached_plan
 def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[int, ...]:
-    kinds: dict[Any, list[int]] = {}
-    for i, kind in enumerate(shapes):
-        kinds.setdefault(kind, []).append(i)
     owners, loads = [0] * len(shapes), [0.0] * world  # loads: of what is left over; whole rounds load all ranks alike
-    by_cost = sorted(kinds.items(), key=lambda entry: -entry[0][1])
+    by_cost = sorted(tree.places_by(shapes).items(), key=lambda entry: -entry[0][1])
     for (_, price), places in by_cost:
         # Dealt in turn: every owner has as many of a shape, and Newton-Schulz iterates them as one batch.
         whole_rounds = len(places) // world * world

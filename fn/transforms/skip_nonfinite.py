@@ -171,11 +171,9 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
 
 def _by_kernel(leaves: list[Tensor]) -> Tensor:
     """Return whether all elements are finite, by a kernel for lists of one dtype on one device; 0-d bool."""
-    alike: dict[Any, list[Tensor]] = {}
-    for x in leaves:
-        alike.setdefault((x.dtype, x.device), []).append(x.detach())
     # a flag () for each dtype and device, for a kernel takes a list of one kind
-    flags = [direct("largest_magnitude", some) < math.inf for some in alike.values()]  # NaN is not
+    alike = tree.places_by((x.dtype, x.device) for x in leaves).values()
+    flags = [direct("largest_magnitude", [leaves[i].detach() for i in some]) < math.inf for some in alike]  # NaN is not
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
