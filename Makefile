@@ -43,7 +43,11 @@ atlas: .venv/.demo
 # Every core runs tests, up to four: beside the processes that tests start themselves, more would wait for each other.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-test: lint
+.PHONY: pytest
+test: .venv/.test
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest  # mypy takes one core for a while
+
+pytest: .venv/.test
 	$(PYTEST) -m "not reliability"
 
 # Every exchange of every optimizer with a killed rank, kills during a save, long runs, notebooks, scripts of benchmarks,

@@ -48,6 +48,12 @@ def check_whole(argument: str, value: Any, least: int | None = None) -> None:
         raise ValueError(expected(argument, f"a whole number of at least {least}", f"{value}"))
 
 
+def check_flag(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(expected(argument, "True or False", f"{value!r}"))
+
+
 def check_is_transform(argument: str, value: Any) -> None:
     """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
     if not hasattr(value, "warmup_update"):

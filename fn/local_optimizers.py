@@ -79,7 +79,7 @@ def diloco(
     """Train with DiLoCo: many local AdamW steps, then a Nesterov step along the ranks' mean pseudo-gradient.
 
     Take it between sites, with codec=int8() and the number of rounds; `muloco` where Muon may train. Its loss is higher
-    than that of AdamW which averages in every step, above all in short runs.
+    than that of AdamW which averages gradients in every step.
 
         p_r after H local steps from x;    d = mean_r C(x - p_r);    b <- outer_momentum b + d
         x <- x - outer_lr (d + outer_momentum b);    p_r <- x

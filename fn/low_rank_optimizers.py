@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -20,8 +19,6 @@ from fn.transforms.mask_and_partition import Labels, hidden_and_other, partition
 from fn.transforms.scaling import scale, scale_by_shape
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.unsharded import Shards, labelled, unsharded
-
-Tree = Any
 
 
 def powersgd_adamw(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_interval
+from fn.arguments import check_flag, check_interval
 from fn.base import Phase, Transform, chain, missing
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.ballots import ballots
@@ -175,8 +175,7 @@ def _muon(
     """Return Muon with links behind its iterations. others: the label of the other tensors, and their direction."""
     check_interval("momentum", momentum, "[0, 1)")
     check_interval("other_rate", other_rate, "[0, inf)")
-    if not isinstance(owned, bool):
-        raise TypeError(expected("owned", "True or False", f"{owned!r}"))
+    check_flag("owned", owned)
     ((other, direction),) = others.items()
     named = hidden_and_other(labels, {"hidden": "muon", "other": other})
     rule = partial(orthogonalize, scale=scale, coefficients="polar_express", dtype=dtype)

@@ -179,7 +179,8 @@ def loco_adamw(
 ) -> Transform:
     """Train with LoCo: AdamW on shards (ZeRO), whose gradients are reduced in 4 bits with a damped error feedback.
 
-    Take it where params and moments are divided among ranks, or should be; it was not told apart from AdamW in loss.
+    Take it where params and moments are divided among ranks, or should be. On the atlas's texts its loss was not told
+    apart from AdamW's.
 
         h = g_r + e_r;    e_r <- beta e_r + (1 - beta) (h - Q_4(h));    a shard of mean_r Q_4(h) is Adam's gradient
 

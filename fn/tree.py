@@ -8,7 +8,7 @@ from __future__ import annotations
 
 # The `map` of this module hides Python's.
 from builtins import map as _map
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -244,6 +244,12 @@ def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) 
     return rebuilt(tree, lambda value: replace(value, kind, f)) if inside(tree) else tree
 
 
+def with_leaves(tree: Tree, new: Mapping[int, Any]) -> Tree:
+    """Return a tree with other leaves at some places among its leaves."""
+    flat, structure = flatten(tree)
+    return unflatten(structure, [new.get(place, leaf) for place, leaf in enumerate(flat)])
+
+
 def with_part(tree: Tree, place: Any, part: Tree) -> Tree:
     """Return a tuple, NamedTuple or dict with another part at a place, an index or a key."""
     if isinstance(tree, dict):
@@ -304,6 +310,18 @@ def by_path(t: Tree, prefix: str = "") -> dict[str, Any]:
     return {f"{prefix}{path}": leaf for path, leaf in zip(paths(t), leaves(t), strict=True)}
 
 
+def places_by(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return where each key stands, the keys in the order in which they come first.
+
+    >>> places_by("aba")
+    {'a': [0, 2], 'b': [1]}
+    """
+    groups: dict[Any, list[int]] = {}
+    for place, key in enumerate(keys):
+        groups.setdefault(key, []).append(place)
+    return groups
+
+
 def in_groups(f: Callable[..., Sequence[Any]], keys: Iterable[Any], *lists: Sequence[Any]) -> list[Any]:
     """Return what f makes of entries of lists, where it is given those of a key together, in the order of the entries.
 
@@ -312,10 +330,7 @@ def in_groups(f: Callable[..., Sequence[Any]], keys: Iterable[Any], *lists: Sequ
 
     Args: f: of as many lists as there are, to a result for each entry. keys: one for each entry.
     """
-    groups: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
-        groups.setdefault(key, []).append(place)
     results: dict[int, Any] = {}
-    for places in groups.values():
+    for places in places_by(keys).values():
         results.update(zip(places, f(*([entries[i] for i in places] for entries in lists)), strict=True))
     return [results[place] for place in range(len(results))]

@@ -42,15 +42,32 @@ def recordings(folder: Path, *indices: str) -> list[tuple[dict[str, Any], dict[s
     return [(row, dict(np.load(folder / row["file"]))) for row in rows]
 
 
-class Case(NamedTuple):
-    """One recording: its row of the index, and its arrays by name."""
+class Recording(NamedTuple):
+    """A recording: its row of the index, and its arrays by name."""
 
     row: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
     @property
+    def hyper(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.row["hyper"]
+        return found
+
+    @property
     def world(self) -> int:
-        return int(self.row["world"])
+        return int({**self.row.get("hyper", {}), **self.row}["world"])
+
+    @property
+    def count(self) -> int:
+        return len({**self.row.get("hyper", {}), **self.row}["shapes"])
+
+    def each(self, name: str) -> list[Tensor]:
+        """Return an array of each tensor."""
+        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(self.count)]
+
+
+class Case(Recording):
+    """A recording of DeepSpeed's optimizers, whose params are in groups."""
 
     @property
     def counts(self) -> list[int]:

@@ -221,6 +221,15 @@ def _collect(ends: list[Any], processes: list[Any], until: float, enough: int, p
     return outcomes
 
 
+def without(*providers: str) -> None:
+    """In a fork: empty the table of kernels, as after an import, where some rows of the CPU are not installed."""
+    table = sys.modules["fn.kernels.table"]
+    rows = {provider: row for provider, row in table.BUILT_IN["cpu"].items() if provider not in providers}
+    table.BUILT_IN = {**table.BUILT_IN, "cpu": rows}
+    table._loaded.clear()
+    table._accepted.clear()
+
+
 def stay(count: int | None = None) -> None:
     """On a rank: return when so many ranks are here, by default all but one."""
     store, here = dist.group.WORLD.get_group_store(), 0

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from golden_cases import recordings
+from golden_cases import Recording, recordings
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase
@@ -31,37 +29,21 @@ Made = tuple[fn.Transform, Callable[[Tree, Tree, list[Tensor]], dict[str, list[T
 ALL: Mapping[str, np.ndarray] = MappingProxyType({})
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        return self.row["hyper"]
-
-    @property
-    def world(self) -> int:
-        return int(self.row["world"])
+class Case(Recording):
+    """A recording of a compressor."""
 
     @property
     def shapes(self) -> list[torch.Size]:
         return [*map(torch.Size, self.row["shapes"])]
 
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.shapes))]
-
-    def off(self, found: Found, rank: int | None = None, where: Mapping[str, np.ndarray] = ALL) -> float:
+    def off(self, found: Found, where: Mapping[str, np.ndarray] = ALL) -> float:
         """Return how far the first steps are off, in units of the tolerance.
 
-        Args: rank: whose they are; None: of all. where: by name, elements (steps, *shape) that alone are compared.
+        Args: where: by name, elements (steps, *shape) that alone are compared.
         """
         worst = 0.0
         for name, steps in found.items():
             ours, theirs = (x.astype(np.float64) for x in (torch.stack(steps).numpy(), self.arrays[name][: len(steps)]))
-            if rank is not None and theirs.ndim > ours.ndim:
-                theirs = theirs[:, rank]
             off = np.abs(ours.reshape(theirs.shape) - theirs)
             if name in where:
                 off = off[where[name][: len(steps)]]
@@ -98,23 +80,6 @@ def in_simulation(case: Case, made: Made) -> Found:
     f = fn.simulate(partial(run, case, made), "data", case.world, in_dims=1)
     own = {name: a.ndim for name, a in case.arrays.items()}
     return {name: [x if own[name] > x.ndim else x[0] for x in xs] for name, xs in f(case.each("grad")).items()}
-
-
-SOME = 6
-"""Steps that real ranks take: enough for errors to matter, and messages take their time."""
-
-
-def off_here(
-    make: Callable[[Case], Made], cases: list[Case], settled: Callable[[Case], Mapping[str, np.ndarray]] | None = None
-) -> list[float]:
-    """Return how far off each case is on this rank. settled: what is compared of a case, as `where` of `Case.off`."""
-    world, rank, found = dist.get_world_size(), dist.get_rank(), []
-    for case in cases:
-        shape, names = (tuple(case.hyper["mesh"]), ("node", "local")) if "mesh" in case.hyper else ((world,), ("data",))
-        with fn.bind(init_device_mesh("cpu", shape, mesh_dim_names=names)):
-            ours = run(case, make(case), [g[:SOME, rank] for g in case.each("grad")])
-        found.append(case.off(ours, rank, settled(case) if settled else ALL))
-    return found
 
 
 def alone(x: Tensor, codec: fn.Codec, feedback: fn.Feedback, error: Tensor) -> tuple[Tensor, Tensor]:

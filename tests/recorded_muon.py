@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from golden_cases import recordings
+from golden_cases import Recording, recordings
 from torch import Tensor
 
 import fn
@@ -19,23 +19,8 @@ from fn import Phase
 FOLDER = Path(__file__).parent / "golden" / "muon"
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.row["hyper"]
-        return found
-
-    @property
-    def world(self) -> int:
-        return int(self.hyper["world"])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.hyper["shapes"]))]
+class Case(Recording):
+    """A recording of Muon."""
 
     def places(self, kind: str) -> list[int]:
         return [i for i, given in enumerate(self.hyper["kinds"]) if given == kind]

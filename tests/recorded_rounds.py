@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from golden_cases import recorded_form, recordings
+from golden_cases import Recording, recorded_form, recordings
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, Round, tree
@@ -22,38 +19,19 @@ FOLDER = Path(__file__).parent / "golden" / "outer"
 ROUNDS = Path(__file__).parent / "golden" / "rounds"
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
+class Case(Recording):
+    """A recording of local steps."""
 
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        return self.row["hyper"]
-
-    @property
-    def world(self) -> int:
-        return int(self.hyper["world"])
-
-    @property
-    def count(self) -> int:
-        return len(self.hyper["shapes"])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(self.count)]
-
-    def gradients(self, rank: int | None) -> Callable[[int, list[Tensor]], list[Tensor]]:
-        """Return (step, params) -> the gradients of a rank; None: of all ranks."""
+    def gradients(self) -> Callable[[int, list[Tensor]], list[Tensor]]:
+        """Return (step, params) -> the gradients of all ranks."""
         a, c, noise = self.each("a"), self.each("c"), self.each("noise")
 
         def at(t: int, params: list[Tensor]) -> list[Tensor]:
-            mine = [(x[t], y) if rank is None else (x[t, rank], y[rank]) for x, y in zip(noise, c, strict=True)]
-            return [x * (p - y) + n for x, p, (n, y) in zip(a, params, mine, strict=True)]
+            return [x * (p - y) + n[t] for x, p, n, y in zip(a, params, noise, c, strict=True)]
 
         return at
 
-    def off(self, ours: Tensor, name: str, row: int, rank: int | None) -> float:
+    def off(self, ours: Tensor, name: str, row: int, rank: int | None = None) -> float:
         """Hold an array against the recorded one; return how far it is off, in units of the tolerance."""
         recorded = self.arrays[name][row]
         recorded = recorded if rank is None else recorded[rank]
@@ -88,13 +66,6 @@ def in_simulation(
         return fn.simulate(run, "data", case.world, in_dims=(0, dims, 0), out_dims=(0, dims))(*args)
 
     return step, state, [p.expand(case.world, *p.shape).clone() for p in start]
-
-
-def on_this_rank(replay: Callable[[Case, int], float], cases: list[Case]) -> list[float]:
-    """Return what a replay on this rank of a real group finds for each case."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    with fn.bind(mesh):
-        return [replay(case, dist.get_rank()) for case in cases]
 
 
 def inner_of(hyper: dict[str, Any]) -> fn.Transform:
@@ -137,9 +108,9 @@ def errors_of(state: fn.OuterState, case: Case) -> list[tuple[int, Tensor]]:
     return [*zip(sorted(range(case.count), key=lambda i: sizes[i]), workers, strict=True)]
 
 
-def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them."""
-    gradients, parts = case.gradients(rank), fragments(case)
+def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tensor]) -> float:
+    """Take all steps; return how far off anything was, in units of the tolerance."""
+    gradients, parts = case.gradients(), fragments(case)
     begun, ended, worst = [0] * case.count, [0] * case.count, [0.0]
     for t in range(int(case.hyper["steps"])):
         when = method.schedule(t)
@@ -148,10 +119,10 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
         assert (sent.total > 0) == (when.begin is not None)
         assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
         own = outer_state(state)
-        whose = rank if "anchor" in fn.roles.rank_local(own) else (rank or 0)
+        whose = None if "anchor" in fn.roles.rank_local(own) else 0
         mu, nu = (recorded_form(own.inner, field, case.hyper["inner"].get("betas")) for field in ("mu", "nu"))
         for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
-            worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
+            worst += [case.off(x, f"p{i}.{name}", t) for i, x in enumerate(found)]
         if "p0.anchor" not in case.arrays:
             continue
         if when.begin is not None:
@@ -162,7 +133,7 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
         if when.begin is not None and "p0.error" in case.arrays:
             for i, error in errors_of(own, case):
                 kept = error[..., : case.each("init")[i].numel()].reshape(params[i].shape)
-                worst.append(case.off(kept, f"p{i}.error", begun[i] - 1, rank))
+                worst.append(case.off(kept, f"p{i}.error", begun[i] - 1))
         if when.end is not None:
             fragment = when.end % len(parts)
             (momenta,) = tree.fields(own.outer[fragment], "mu")
@@ -174,9 +145,3 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
     for i in range(case.count):
         assert "p0.anchor" not in case.arrays or ended[i] == len(case.arrays[f"p{i}.anchor"]) > 1
     return max(worst)
-
-
-def replay_on_rank(method_of: Callable[[Case], Method], case: Case, rank: int) -> float:
-    """Replay a run on a rank of a real group; see `on_this_rank`."""
-    method, start = method_of(case), case.each("init")
-    return replay(case, method, step_of, method.tx.init(start), start, rank)

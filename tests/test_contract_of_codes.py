@@ -88,11 +88,11 @@ def on_real_ranks() -> dict[str, list[Tensor]]:
 
 
 def test_real_ranks_take_the_steps_of_simulated_ones() -> None:
-    answers = ranks.run(2, on_real_ranks)
+    answers = ranks.run(3, on_real_ranks)
     for method in CODES:
-        w = World(method.make(0.02, axis="data"), some_params(torch.float64))
+        w = World(method.make(0.02, axis="data"), some_params(torch.float64), 3)
         for t, phase in enumerate((W, C, C, W, C)):
-            w.step(phase, gradients_of(w.params, 2, t))
+            w.step(phase, gradients_of(w.params, 3, t))
         for found in answers:
             torch.testing.assert_close(found[method.name], [*w.params.values()], rtol=0, atol=1e-9, msg=method.name)
 

@@ -301,6 +301,31 @@ def test_a_state_dict_of_any_step_of_a_round_continues_bit_for_bit(name):
         assert found[name] == []
 
 
+def pure_steps(name: str, gradients: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the params of a rank after pure steps with its gradients, tensor by tensor (8, *shape)."""
+    make, schedule = METHODS[name]
+    tx, params = make(0.02, axis="data"), [torch.ones(x.shape[1:], dtype=x.dtype) for x in gradients]
+    state = tx.init(params)
+    for step in range(FIRST + 4):
+        updates, state = tx.update(schedule(step))([g[step] for g in gradients], state, params)
+        params = fn.apply_updates(params, updates)
+    return params
+
+
+def on_real_ranks(gradients: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    with fn.bind({"data": dist.group.WORLD}):
+        return {name: pure_steps(name, [g[dist.get_rank()] for g in gradients]) for name in METHODS}
+
+
+def test_real_ranks_take_the_steps_of_simulated_ones():
+    gradients = [torch.randn(3, FIRST + 4, *shape, dtype=torch.float64) for shape in SHAPES.values()]
+    answers = ranks.run(3, on_real_ranks, gradients)
+    for name in METHODS:
+        found = fn.simulate(partial(pure_steps, name), "data", 3)(gradients)
+        for rank, params in enumerate(answers):
+            torch.testing.assert_close(params[name], [p[rank] for p in found], rtol=0, atol=1e-9, msg=name)
+
+
 @two
 def in_other_order() -> dict[str, bool]:
     """Take pure steps with gradients and params whose keys are in another order."""

@@ -153,7 +153,7 @@ CHANGED = (
     "perhaps, and clip with {}; torch.nn.utils.get_total_norm only reads"
 )
 BY = {
-    True: "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap",
+    True: "fn.Optimizer(..., max_norm=...) and keep_local(model) in place of overlap",
     False: "fn.adapters.ddp.optimizer(..., max_norm=...)",
 }
 

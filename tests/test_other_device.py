@@ -11,6 +11,7 @@ from torch.utils import backend_registration
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
+OF_EACH_KIND = ("adamw", "onebit_adam", "zero_one_adam", "sharded_onebit_adam", "muon, int8", "diloco, int8")
 QUICK = ("adamw, warmup, clipped", "1-bit Adam, compressed, bias_correction=True", "0/1 Adam, local")
 
 
@@ -18,8 +19,12 @@ QUICK = ("adamw, warmup, clipped", "1-bit Adam, compressed, bias_correction=True
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch cannot pretend to have a device",
 )
-def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
-    found = python(str(TESTS / "scripts" / "other_device.py"))
+@pytest.mark.parametrize(
+    "names", [OF_EACH_KIND, pytest.param((), marks=pytest.mark.reliability)], ids=["of each kind", "every one"]
+)
+def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors(names):
+    """For the others `test_default_device` shows what most faults are: a tensor that is made where it happens to be."""
+    found = python(str(TESTS / "scripts" / "other_device.py"), *names)
     assert found.returncode == 0, found.stdout + found.stderr
     assert ", 0 did not" in found.stdout
 

@@ -1,11 +1,9 @@
-"""What all ranks begin with, done once in the server that they are forked from: imports, and loading compiled kernels.
+"""What all ranks begin with, done once in the server that they are forked from: imports, and trying all kernels.
 
-A rank that does this itself does little else. No thread may start here, since a fork has none; and the table of
-kernels stays as empty as it is after an import, since some tests change what it finds.
+A rank that does this itself does little else. No thread may start here, since a fork has none.
 """
 
 import gc
-import importlib.util
 
 import hypothesis  # noqa: F401
 import numpy  # noqa: F401
@@ -17,16 +15,9 @@ import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.func
 
-import fn
-import fn.kernels.bits
-import fn.kernels.foreach  # noqa: F401
-from fn.kernels.known_answers import examples, outcome
+from fn.kernels.schemas import SCHEMAS
+from fn.kernels.table import warm
 
 torch.set_num_threads(1)
-if importlib.util.find_spec("numba"):
-    from fn.kernels.cpu import numba as compiled
-
-    for op, kernel in compiled.row("cpu").kernels.items():
-        for args in examples(op):
-            outcome(op, kernel, args, torch.device("cpu"))
+warm(SCHEMAS, "cpu")
 gc.freeze()  # else the first collection of every rank looks at all of this, and copies its memory

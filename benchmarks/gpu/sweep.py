@@ -22,7 +22,7 @@ import fn
 from benchmarks.gpu.rows import Checks, Options, Row, at_most, skipped
 from benchmarks.gpu.step import shapes
 from benchmarks.measure import on_device
-from fn.kernels import ops
+from fn.kernels.table import direct
 
 TABLE = Path(fn.__file__).parent / "kernels" / "gpu" / "triton" / "launches.py"
 BLOCKS, PER_WARP, REGISTERS = (1024, 2048, 4096), (128, 256, 512), (None, 48, 64)
@@ -47,7 +47,7 @@ def lists(options: Options) -> list[list[Tensor]]:
 def adamw(options: Options) -> Callable[[], Any]:
     """Return AdamW's step."""
     p, g, m, v = lists(options)
-    return lambda: ops.direct("adamw_", p, g, m, v, 0.9, 0.99, *DESCENT, math.inf, False)
+    return lambda: direct("adamw_", p, g, m, v, 0.9, 0.99, *DESCENT, math.inf, False)
 
 
 def rows(options: Options) -> tuple[Tensor, list[int]]:
@@ -63,7 +63,7 @@ def onebit(options: Options) -> Callable[[], Any]:
     valid, runs = rows(options)
     bits = torch.randint(0, 256, (1, 1, sum(runs[1::2]) // 8), dtype=torch.uint8, device=options.torch_device)
     scales = torch.rand(1, 1, len(p), device=options.torch_device)
-    return lambda: ops.direct("onebit_adam_", p, m, v, bits, scales, valid, runs, *DESCENT, 1.0, True, [])
+    return lambda: direct("onebit_adam_", p, m, v, bits, scales, valid, runs, *DESCENT, 1.0, True, [])
 
 
 def encode_averages(options: Options) -> Callable[[], Any]:
@@ -72,7 +72,7 @@ def encode_averages(options: Options) -> Callable[[], Any]:
     valid, runs = rows(options)
     buffer = torch.randn(1, sum(runs[1::2]), device=options.torch_device)
     sent = torch.rand(1, len(m), device=options.torch_device)
-    return lambda: ops.direct("momentum_encode", m, g, 0.9, buffer, sent, valid, runs)
+    return lambda: direct("momentum_encode", m, g, 0.9, buffer, sent, valid, runs)
 
 
 CALLS: Mapping[str, Callable[[Options], Callable[[], Any]]] = {

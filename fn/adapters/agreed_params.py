@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit, versions_of
-from fn.collectives.axis import ALONE, Axis, Binding
+from fn.collectives.axis import alone
 from fn.errors import expected
 
 Tree = Any
@@ -130,13 +130,11 @@ def _places(core: Core, unit: Unit, members: Sequence[Tensor], apart: Sequence[T
     counts = [len(_copies(state)) for state in apart]
     if counts in ([len(members)], [0]):
         return [[*range(len(members))]]
-    zero = torch.tensor(0, dtype=torch.int64, device="cpu")
-    alone = Binding({axis: Axis(1, zero, ALONE) for axis in core.binding.axes})
     places = [[0] * count for count in counts]
     for power in range(len(members).bit_length()):  # a bit at a time, which a copy of any dtype can hold
         # Parameter i is filled with one bit of i; the copies in the state that init makes then spell its number.
         marked = iter([torch.full_like(p, float(i >> power & 1)) for i, p in enumerate(members)])
-        with alone:
+        with alone(core.binding.axes):
             marked_states = [*_apart(unit.transform.init(tree.map(lambda _: next(marked), unit.params)))]  # noqa: B023
         for of_state, state in zip(places, marked_states, strict=True):
             bits = [int(x.flatten()[0]) if x.numel() else 0 for x in _copies(state)]

@@ -18,9 +18,10 @@ from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.hooks.agree import compare_on_axes
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
+from fn.arguments import check_whole
 from fn.base import facts_of
 from fn.collectives.agreement import check_agreement, describe, describe_numbers, differences, gather_values
-from fn.errors import RanksDrifted, expected
+from fn.errors import RanksDrifted
 from fn.roles import OWN, SAME
 
 
@@ -41,8 +42,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     Raises: ValueError if every is less than 1, and from `step`, before it moves anything, `RanksDrifted` on every rank,
         which names the first rank and leaf that differ from rank 0.
     """
-    if every < 1:
-        raise ValueError(expected("every", "a whole number of at least 1", f"{every}"))
+    check_whole("every", every, 1)
     device, fields = device_of(optimizer), {"steps between drift checks": every, "steps": optimizer.steps}
     with optimizer.binding:
         compare_on_axes(optimizer.axes, lambda axis: check_agreement(axis, fields, device), device)

@@ -18,13 +18,14 @@ There is one buffer for each dtype and device.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fn.errors import expected
+from fn.inplace.memory import overlaps
+from fn.kernels.layout import is_dense
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -80,11 +81,9 @@ def _check(params: list[Tensor], dtype: torch.dtype | None) -> None:
             raise ValueError(expected("params", f"parameter {i} to be a leaf", "one that was computed from others"))
         if p.is_meta:
             raise ValueError(f"params: parameter {i} is on the meta device; give it memory first, `Module.to_empty`")
-    # By storage and first byte: where any two overlap, so do two neighbours.
-    for (_, end, i), (start, _, j) in pairwise(sorted((*_bytes(p), i) for i, p in enumerate(params) if p.numel())):
-        if start < end:
-            cure = "to tie them, let both modules have one nn.Parameter"
-            raise ValueError(expected("params", "memory of its own for each", f"one for {i} and {j}", cure))
+    for i, j in overlaps(params):
+        cure = "to tie them, let both modules have one nn.Parameter"
+        raise ValueError(expected("params", "memory of its own for each", f"one for {i} and {j}", cure))
 
 
 class FlatParameters:
@@ -273,22 +272,10 @@ def _layouts(params: list[Tensor], dtype: torch.dtype | None) -> list[Layout]:
     return [Layout(*key, sizes[key], of_key) for key, of_key in pieces.items()]
 
 
-def _bytes(p: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where p begins, as its storage and a byte there, and where it ends."""
-    storage, width = p.untyped_storage()._cdata, p.element_size()
-    elements = 1 + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
-    start = int(p.storage_offset())
-    return (storage, start * width), (storage, (start + elements) * width)
-
-
 def _strides_alone(p: Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor like p in memory of its own: those of p, or row-major ones if they leave gaps."""
-    dense = 1  # the stride that the next dimension has, from the innermost on, where there are no gaps
-    for step, n in sorted((step, n) for step, n in zip(p.stride(), p.shape, strict=True) if n != 1):
-        if step != dense:
-            return _row_major(p.shape)
-        dense *= n
-    return p.stride()
+    dense = is_dense([(step, n) for step, n in zip(p.stride(), p.shape, strict=True) if n != 1])
+    return p.stride() if dense else _row_major(p.shape)
 
 
 def _row_major(shape: torch.Size) -> tuple[int, ...]:

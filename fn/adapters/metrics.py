@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fn.adapters.optim.optimizer import Optimizer
+from fn.arguments import check_whole
 from fn.base import Phase
 from fn.collectives.ledger import Ledger
 from fn.collectives.profiling import Observer
@@ -121,6 +122,5 @@ def watch(optimizer: Optimizer, callback: Callable[[StepMetrics], Any], every: i
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__))
-    if every < 1:
-        raise ValueError(expected("every", "a whole number of at least 1", f"{every}"))
+    check_whole("every", every, 1)
     return Watch(optimizer, callback, every)

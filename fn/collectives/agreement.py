@@ -194,8 +194,8 @@ def _check_grid(axis: tuple[str, ...], device: torch.device | str) -> None:
 
 
 def device_of(params: Tree) -> torch.device:
-    """Return the device of the first leaf, where `check_agreement` can exchange; the CPU without leaves."""
-    return next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+    """Return the device of the first tensor, where `check_agreement` can exchange; the CPU without any."""
+    return next((p.device for p in tree.leaves(params) if isinstance(p, Tensor)), torch.device("cpu"))
 
 
 def describe_leaves(params: Tree) -> dict[str, str]:

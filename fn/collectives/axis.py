@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -134,6 +134,11 @@ def _group_axis(name: str, group: Any) -> Axis:
     raise TypeError(expected("mesh", wanted, type(group).__name__))
 
 
+def alone(axes: Iterable[str]) -> Binding:
+    """Return a binding in which these axes have one rank, so that nothing is sent over them."""
+    return Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE) for axis in axes})
+
+
 def current_binding() -> Binding:
     """Return the binding that is in force, to be entered again later."""
     return Binding(_bound.axes)
@@ -157,7 +162,7 @@ def resolve(axis: str) -> Axis:
             f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({ranks_around()},), "
             f"mesh_dim_names=({axis!r},)), or over MPI mesh = {{{axis!r}: MPI.COMM_WORLD}}"
         )
-    return Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
+    return alone([axis]).axes[axis]
 
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fn.collectives.primitives import all_to_all, pmean
 from fn.collectives.profiling import Watchers, watched_by, watchers
 from fn.collectives.transports.failure_detection import abort_connections
 from fn.collectives.transports.tcp import stay_on_gloo, stays_on_gloo, timeout_of
+from fn.kernels.flags import temporarily
 
 Job = Callable[[], Any]
 Entry = tuple[Job, Any, Watchers, Future[Any]]
@@ -186,7 +187,10 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
     if free := _free.get(group):
         return bind({axis: free.pop()})
     backend = dist.get_backend(group)
-    with _unbound(dist.group.WORLD):
+    # The world is without a device of its own meanwhile. Where `init_process_group` was given `device_id`, torch splits
+    # the communicators of groups off that of the world, and such a split waits for all ranks of the world, those of
+    # other groups included, which may never come.
+    with temporarily(dist.group.WORLD, "bound_device_id", None):
         twin = dist.new_group(
             dist.get_process_group_ranks(group),
             backend=None if backend == "undefined" else backend,
@@ -199,20 +203,6 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
     if stays_on_gloo(group):
         stay_on_gloo([twin])
     return bind({axis: twin})
-
-
-@contextmanager
-def _unbound(world: Any) -> Iterator[None]:
-    """Let the world be without a device of its own, so that only its members need to make a group.
-
-    Where `init_process_group` was given `device_id`, torch splits the communicators of groups off that of the world.
-    Such a split waits for all ranks of the world, those of other groups included, which may never come.
-    """
-    device, world.bound_device_id = world.bound_device_id, None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
 
 
 def seconds_per_byte(axis: str, device: torch.device) -> float:

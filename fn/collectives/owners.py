@@ -275,7 +275,8 @@ def _simulated(items: Sequence[Tree], axis: str, collective: Collective, among: 
     def gathered(some: Sequence[Tensor]) -> list[Tensor]:
         # (1, ...) of each item -> (n,)
         message = torch.cat([x.reshape(-1) for x in some])
-        rows = primitives.gather_simulated(message, axis, collective, uncounted.pop() if uncounted else 0, among)
+        length = uncounted.pop() if uncounted else 0
+        rows = primitives.among_simulated(message, axis, "all_gather", collective, length, among)
         # (W, n) -> (W, n_i) -> (W, ...)
         parts = rows.split([x.numel() for x in some], dim=1)
         return [part.reshape(size, *x.shape[1:]) for x, part in zip(some, parts, strict=True)]
@@ -294,7 +295,8 @@ def _simulated_rows(items: Sequence[Tree], owners: Sequence[int], axis: str) -> 
     def exchanged(some: Sequence[Tensor], of_some: Sequence[int]) -> list[Tensor]:
         # (W, ...) of each item -> (W, n)
         message = torch.cat([x.reshape(size, -1) for x in some], dim=1)
-        rows = primitives.exchange_simulated(message, axis, uncounted.pop() if uncounted else 0)
+        length = uncounted.pop() if uncounted else 0
+        rows = primitives.among_simulated(message, axis, "all_to_all", "all_to_all", length)
         # (W, n) -> (W, n_i) -> the row that its owner sent, (1, ...)
         parts = rows.split([x.numel() // size for x in some], dim=1)
         return [part[o].reshape(1, *x.shape[1:]) for x, part, o in zip(some, parts, of_some, strict=True)]

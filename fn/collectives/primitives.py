@@ -207,7 +207,7 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
     if size == 1 or not is_concrete(x) or is_recorded([x]):
         mean: Tensor = pmean(x, axis)
         return mean
-    count(x, axis, "all_reduce", 2 * (size - 1), size)
+    count(x, axis, "all_reduce", 2 * (size - 1) * x.nbytes, size)
     with step_range("average"):
         # Half precision is divided first, as in `pmean`: its sum may overflow.
         x = x.div_(size) if x.element_size() < 4 else x
@@ -239,12 +239,12 @@ def exchange_ragged(
     if carrier.is_registered:
         # (n_r,) of each rank -> (W, longest), zeros behind the ends
         table = torch.stack([torch.cat([row.to(like.device), like.new_zeros(longest - row.shape[0])]) for row in rows])
-        count(table, axis, collective, size - 1, size)
+        count(table, axis, collective, (size - 1) * table.nbytes, size)
         return [row[:n] for row, n in zip(carry(table, size, "all_to_all", transport), lengths, strict=True)]
     # (n_r,) of each rank -> (sum of n_r,)
     message, sent = torch.cat([row.to(like.device) for row in rows]), [row.shape[0] for row in rows]
-    own = sent[axes.own_rank(axis)]
-    count(message[: message.shape[0] - own], axis, collective, 1, 1)
+    others = message.shape[0] - sent[axes.own_rank(axis)]
+    count(message, axis, collective, others * message.element_size(), 1)
     try:
         if is_concrete(message):
             # (sum of lengths,), which is split by rank below
@@ -285,34 +285,18 @@ def pass_parts(
         raise
 
 
-def gather_simulated(x: Tensor, axis: str, collective: str, length: int, among: int = 1) -> Tensor:
-    """Return the vectors of all simulated ranks, (W, n), the same on all.
+def among_simulated(x: Tensor, axis: str, name: str, collective: str, length: int, among: int = 1) -> Tensor:
+    """Return what `all_gather` or `all_to_all`, by its name, makes of a tensor on simulated ranks.
 
-    Args: x: (n,). collective: the name under which one message is counted. length: the bytes of all that the ranks own
-        together, of which a rank sends (W - 1) / W in the mean; 0 to count nothing. among: of how many groups of ranks
-        one sends them.
+    Args: collective: the name under which one message is counted. length: the bytes of all that the ranks own together,
+        of which a rank sends (W - 1) / W in the mean; 0 to count nothing. among: of how many groups of ranks one sends
+        them.
     """
     size, rank, transport = axes.resolve(axis)
-    _count_simulated(x, axis, collective, length, among)
-    gathered: Tensor = torch.ops.fn.all_gather(x.contiguous(), rank, size, transport)
-    return gathered
-
-
-def exchange_simulated(x: Tensor, axis: str, length: int) -> Tensor:
-    """Do what `all_to_all` does with the rows of a tensor (W, n), counted as `gather_simulated` counts."""
-    size, rank, transport = axes.resolve(axis)
-    _count_simulated(x, axis, "all_to_all", length)
-    received: Tensor = torch.ops.fn.all_to_all(x.contiguous(), rank, size, transport)
-    return received
-
-
-def _count_simulated(x: Tensor, axis: str, collective: str, length: int, among: int = 1) -> None:
-    size = axes.axis_size(axis)
     refuse_to_differentiate(x, collective, axis)
-    if length and runs_as_written():
-        record(axis, collective, -(-length * (size - 1) // (size * among)))
-    elif length and (torch.compiler.is_compiling() or watchers().ledgers):
-        torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, length * (size - 1), size * among)
+    count(x, axis, collective, length * (size - 1), size * among)
+    received: Tensor = getattr(torch.ops.fn, name)(x.contiguous(), rank, size, transport)
+    return received
 
 
 def _check_tensors(x: Tree) -> None:
@@ -333,18 +317,18 @@ def _sent(x: Tensor, axis: str, name: str, times: int, per: int, last: Any = Non
     if _stays(x, size, transport):
         return x
     refuse_to_differentiate(x, name, axis)
-    count(x, axis, "all_reduce" if name == "psum" else name, times, per)
+    sent = x.numel() * x.element_size() * times
+    count(x, axis, "all_reduce" if name == "psum" else name, sent, per)
     received: Tensor = getattr(torch.ops.fn, name)(x.contiguous(), rank, size if last is None else last, transport)
     return received
 
 
-def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
-    """Enter times / per of the bytes of x in the ledgers.
+def count(x: Tensor, axis: str, collective: str, size: int, per: int) -> None:
+    """Enter size / per bytes, rounded up, in the ledgers. x: what is sent.
 
     Where code is traced an op counts, so that a compiled graph counts in every run of it and does not look at the
     ledgers when it is traced. It is said to mutate a tensor, so that no compiler removes it.
     """
-    size = x.numel() * x.element_size() * times
     if size and runs_as_written():  # the quick way: the op below costs a dispatch for each message
         record(axis, collective, -(-size // per))
     elif size and (torch.compiler.is_compiling() or watchers().ledgers):

@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -145,26 +144,20 @@ def step_range(name: RangeName) -> AbstractContextManager[None]:
         return nullcontext()
     if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():
         return _NOTHING
-    return _Range(name)
+    return _range(name)
 
 
-class _Range:
-    def __init__(self, name: str):
-        self._name = name
-        self._record = profiler.record_function(f"fn: {name}")
-
-    def __enter__(self) -> None:
-        self._record.__enter__()
-        self._begin = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        spent = time.perf_counter() - self._begin
-        self._record.__exit__(kind, error, trace)
+@contextmanager
+def _range(name: RangeName) -> Iterator[None]:
+    begin = time.perf_counter()
+    try:
+        with profiler.record_function(f"fn: {name}"):
+            yield
+    finally:
+        spent = time.perf_counter() - begin
         with writing:
             for observer in watchers().observers:
-                observer.seconds[self._name] = observer.seconds.get(self._name, 0.0) + spent
+                observer.seconds[name] = observer.seconds.get(name, 0.0) + spent
 
 
 def _transformed() -> bool:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import fn
-from fn.arguments import check_interval, check_is_transform
+from fn.arguments import check_flag, check_interval, check_is_transform
 from fn.base import missing, unchanged
 from fn.collectives.axis import AxisNames
-from fn.errors import expected
 from fn.transforms.average import agreed
 from fn.transforms.lion import lion_direction
 from fn.transforms.mask_and_partition import Labels, hidden_and_other
@@ -82,8 +81,7 @@ def lion_muon(
     """
     check_interval("lion_rate", lion_rate, "(0, inf)")
     check_interval("other_rate", other_rate, "[0, inf)")
-    if not isinstance(votes, bool):
-        raise TypeError(expected("votes", "True or False", f"{votes!r}"))
+    check_flag("votes", votes)
     if other is not None:
         check_is_transform("other", other)
     named = hidden_and_other(labels, {"hidden": "muon", "other": "other"}, lambda p: p.ndim == 2)

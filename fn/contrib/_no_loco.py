@@ -158,17 +158,14 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
 
 def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]:
     """Exchange tensors with the partner, those of one dtype and device in one message."""
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(mine):
-        alike.setdefault((x.dtype, x.device), []).append(i)
-    found = [*mine]
-    for places in alike.values():
+
+    def swap(some: list[Tensor]) -> list[Tensor]:
         # (...) each -> (n,), to the partner and from it
-        message = fn.permute(torch.cat([mine[i].reshape(-1) for i in places]), axis, partners)
-        for i, part in zip(places, message.split([mine[i].numel() for i in places]), strict=True):
-            # (n,) -> the shapes of what was sent
-            found[i] = part.view(mine[i].shape)
-    return found
+        message = fn.permute(torch.cat([x.reshape(-1) for x in some]), axis, partners)
+        # (n,) -> the shapes of what was sent
+        return [part.view_as(x) for x, part in zip(some, message.split([x.numel() for x in some]), strict=True)]
+
+    return tree.in_groups(swap, ((x.dtype, x.device) for x in mine), mine)
 
 
 @declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out", "sound"))

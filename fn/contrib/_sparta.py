@@ -54,16 +54,12 @@ def hashed(x: Any) -> Any:
 
 def _means(own: list[Tensor], axis: AxisNames) -> list[Tensor]:
     """Average vectors over the ranks, those of one dtype and device in one message."""
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(own):
-        alike.setdefault((x.dtype, x.device), []).append(i)
-    found = [*own]
-    for places in alike.values():
+
+    def mean(some: list[Tensor]) -> Any:
         # (n_i,) each -> (n,), in one message
-        mean = exact_mean(torch.cat([own[i] for i in places]), axis, consume=True)
-        for i, part in zip(places, mean.split([own[i].numel() for i in places]), strict=True):
-            found[i] = part
-    return found
+        return exact_mean(torch.cat(some), axis, consume=True).split([x.numel() for x in some])
+
+    return tree.in_groups(mean, ((x.dtype, x.device) for x in own), own)
 
 
 @declare(left_out=("left_out",))

@@ -12,7 +12,7 @@ from fn.inplace.compressed_average import CodedAverage, Mean, average_of
 from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
-from fn.kernels import ops
+from fn.kernels.table import direct
 from fn.transforms.adam import Adam, Moments, OnebitAdam, OnebitAdamState, check_ages, share
 
 Tree = Any
@@ -27,7 +27,7 @@ def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
         def commit() -> None:
             betas = decays(moments.ages, rule.corrected, rule.b1, rule.b2)
             descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, math.inf
-            ops.direct("adamw_", params, grads, mu, nu, *betas, *descent, False)
+            direct("adamw_", params, grads, mu, nu, *betas, *descent, False)
             count_step(moments)
 
         return Sized(largest_of(grads, moments.step), commit)
@@ -62,7 +62,7 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
         def commit() -> None:
             descent = rule.eps, chain.descent.weight_decay, chain.descent.rate, rule.max_step
             if mean is None:
-                ops.direct("adamw_", params, grads, mu, nu, b1, 0.0, *descent, True)
+                direct("adamw_", params, grads, mu, nu, b1, 0.0, *descent, True)
             else:
                 mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros)
                 mean.keep()

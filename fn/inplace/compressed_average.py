@@ -32,7 +32,7 @@ from fn.collectives.feedback import fused_with, settle
 from fn.collectives.hierarchy import Hop, hops, levels, row_count
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.inplace.memory import successor, written_into
-from fn.kernels import ops
+from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import CompressedAverage
@@ -83,7 +83,7 @@ class CodedMean(NamedTuple):
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     mean_codes = bits, scales if factor == 1 else scales * factor
                     layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
-                    ops.direct("onebit_adam_", *lists, *mean_codes, *layout, *descent, keep_zeros, p_copies)
+                    direct("onebit_adam_", *lists, *mean_codes, *layout, *descent, keep_zeros, p_copies)
                 else:
                     # The vector is this step's own, so it may be multiplied in place.
                     layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
@@ -102,7 +102,7 @@ def apply_momentum(params: list[Tensor], mu: list[Tensor], nu: list[Tensor], des
 
     It is AdamW's frozen step with the momentum for a gradient and b1 = 0, which kernels know by the list given twice.
     """
-    ops.direct("adamw_", params, mu, mu, nu, 0.0, 0.0, *descent, True)
+    direct("adamw_", params, mu, mu, nu, 0.0, 0.0, *descent, True)
 
 
 @cached_plan
@@ -323,6 +323,6 @@ def moving_averages(
         # One row, in which the tensors lie end to end; the padding of the whole vector belongs to the last one.
         rows, widths = 1, [*sizes[:-1], sizes[-1] + rows * sum(widths) - sum(sizes)]
     runs = [value for width in widths for value in (1, width)]
-    averages: Tensor = ops.direct("momentum_rows", m, g, decay, factors, rows, runs)
+    averages: Tensor = direct("momentum_rows", m, g, decay, factors, rows, runs)
     # (R, n / R) -> (n,)
     return averages.view(-1)

@@ -14,8 +14,9 @@ from fn.inplace.compressed_average import CodedAverage, average_of, moving_avera
 from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace
-from fn.kernels import memory_pool, ops, rules
+from fn.kernels import memory_pool, rules
 from fn.kernels.lists import elementwise, squared_norms
+from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket
@@ -48,7 +49,7 @@ def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
             # can be taken: it lies in memory of the pool.
             u = [memory_pool.empty(m.shape, m.dtype, m.device) for m in mu]
             elementwise(rules.scaled, (leaves,), h.weight_decay, wide=True, out=[u])
-            ops.direct("adamw_", u, grads, mu, nu, h.b1, h.b2, h.eps, 0.0, -1.0, math.inf, False)
+            direct("adamw_", u, grads, mu, nu, h.b1, h.b2, h.eps, 0.0, -1.0, math.inf, False)
             weight, moved, rms = (squared_norms(tensors).sqrt() for tensors in (leaves, u, mu))  # (S,) each
             ratio = ratio_of(weight.float(), moved.float(), h.min_coeff, h.max_coeff)
             _write(moments.coefficient, moved_coefficient(h, _read(moments.coefficient), ratio))

@@ -10,7 +10,7 @@ from fn import tree
 from fn.base import UpdateFn
 from fn.inplace.links import Descent, MatchedChain
 from fn.inplace.match import register
-from fn.inplace.outer import plain_warmup
+from fn.inplace.outer import as_inner
 from fn.inplace.protocol import InPlace, Staged
 from fn.transforms.late import LateLocal, LateState, LateWarmup
 
@@ -48,4 +48,4 @@ def may_be_taken(g: Tensor, like: Tensor) -> bool:
 
 
 register(LateLocal, local, looks=False)
-register(LateWarmup, plain_warmup)
+register(LateWarmup, as_inner)

@@ -13,8 +13,8 @@ from fn import tree
 from fn.base import Link, UpdateFn
 from fn.inplace.memory import written_into
 from fn.inplace.protocol import DTYPE, WITH_FLOAT16, InPlace, Staged, number
-from fn.kernels import ops
 from fn.kernels.reference.steps import is_normal
+from fn.kernels.table import direct
 from fn.transforms.decay_and_lr import Decay, Rate
 
 Tree = Any
@@ -152,5 +152,5 @@ def largest_of(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the largest magnitude, 0-d; NaN where an element is. like: is on the device where it is zero of none."""
     if not tensors:
         return torch.zeros((), dtype=torch.float32, device=like.device)
-    largest: Tensor = ops.direct("largest_magnitude", tensors)
+    largest: Tensor = direct("largest_magnitude", tensors)
     return largest

@@ -21,7 +21,7 @@ Tree = Any
 
 def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
     """Return how a warm-up step is staged, behind which the anchor is the params."""
-    inner = _inner(rule, chain)
+    inner = as_inner(rule, chain)
     if isinstance(inner, str):
         return inner
 
@@ -35,14 +35,9 @@ def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
     return inner._replace(stage=stage)
 
 
-def plain_warmup(rule: Any, chain: MatchedChain) -> InPlace | str:
-    """Return how a warm-up step without an anchor is staged: as the inner optimizer's."""
-    return _inner(rule, chain)
-
-
 def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
     """Return how a local step is staged."""
-    inner = _inner(rule, chain)
+    inner = as_inner(rule, chain)
     if isinstance(inner, str):
         return inner
 
@@ -59,7 +54,7 @@ def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
     return inner._replace(stage=stage)
 
 
-def _inner(rule: Any, chain: MatchedChain) -> InPlace | str:
+def as_inner(rule: Any, chain: MatchedChain) -> InPlace | str:
     """Return how the step of the inner optimizer is staged, in the state of the whole."""
     if chain.descent != Descent(0.0, ()):
         return "a weight decay or a rate stands behind the local steps, which have their own"
@@ -102,5 +97,5 @@ def _alone(step: Staged, state: OuterState) -> Staged:
 
 
 register(OuterWarmup, warmup)
-register(PlainWarmup, plain_warmup)
+register(PlainWarmup, as_inner)
 register(OuterLocal, local, looks=False)

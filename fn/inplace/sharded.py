@@ -35,7 +35,6 @@ from fn.transforms.sharded import (
     reduce_to_rows,
     refreshed,
     shard_of,
-    where_it_travels,
 )
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -101,7 +100,8 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             if keeps and rules.gather is None:
                 old = refreshed(master, leaves, bucket, index)
             dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
-            whole = where_it_travels(old, dtype, bucket)
+            shape = bucket.segments.valid.shape[0], old.shape[0]
+            whole = memory_pool.empty(shape, dtype, old.device) if old.device.type == "cpu" else None
             moved = [old, mu] if frozen else [old, mu, nu]
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in moved]
             if whole is not None and not keeps and old.dtype == dtype:

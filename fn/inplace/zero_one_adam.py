@@ -13,7 +13,7 @@ from fn.inplace.compressed_average import CodedAverage, average_of
 from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
-from fn.kernels import ops
+from fn.kernels.table import direct
 from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
 from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep, ZeroOneAdam, ZeroOneAdamState
@@ -37,7 +37,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
         def commit() -> None:
             params, _, _, anchor = lists
             # What the guard of the pure step looks at; the state is then as that step leaves it.
-            moments.peak.copy_(ops.direct("largest_magnitude", grads))
+            moments.peak.copy_(direct("largest_magnitude", grads))
             _descend(moments, lists, grads, h, frozen=False)
             torch._foreach_copy_(anchor, params)
 
@@ -95,7 +95,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         def drifts(bucket: Bucket) -> Tensor:
             inputs = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, anchor, mu, grads, nu)]
             layout = bucket.segments.valid.shape[0], bucket.segments.runs
-            drift: Tensor = ops.direct("drift", *inputs, b1, h.eps, float(_rate(h)), *layout)
+            drift: Tensor = direct("drift", *inputs, b1, h.eps, float(_rate(h)), *layout)
             # (R, n / R) -> (n,)
             return drift.view(-1)
 
@@ -125,7 +125,7 @@ def _descend(
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
     args = h.eps, decay, float(_rate(h)), h.max_step
     betas = decays(moments.ages, h.corrected, h.b1, h.b2)
-    ops.direct("adamw_", params, grads, mu, nu, *betas, *args, frozen)
+    direct("adamw_", params, grads, mu, nu, *betas, *args, frozen)
     count_step(moments, frozen=frozen)
 
 

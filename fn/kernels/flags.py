@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fn.kernels.tracing import is_concrete
+
+T = TypeVar("T")
 
 
 class _Here(threading.local):
@@ -27,31 +30,29 @@ _here = _Here()
 
 
 @contextmanager
-def assumed() -> Iterator[list[Tensor]]:
+def temporarily(owner: Any, name: str, value: T) -> Iterator[T]:
+    """Let an attribute have a value inside of this context, and behind it what it had before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
+
+
+def assumed() -> AbstractContextManager[list[Tensor]]:
     """Take flags of a device to be true inside of this context, and collect them for whoever reads them afterwards.
 
     What was run holds only if all of them are true. Flags of the host are read as everywhere. Results are to be copied
     into memory that is there: some may be views that repeat one number.
     """
-    before, _here.flags = _here.flags, []
-    try:
-        yield _here.flags
-    finally:
-        _here.flags = before
+    return temporarily(_here, "flags", list[Tensor]())
 
 
 def unassumed() -> AbstractContextManager[None]:
     """Assume no flag inside of this context: its flags are one rank's own, and the others must hear of them."""
-    return nullcontext() if torch.compiler.is_compiling() else _unassumed()  # a compiler sees no thread's own values
-
-
-@contextmanager
-def _unassumed() -> Iterator[None]:
-    before, _here.flags = _here.flags, None
-    try:
-        yield
-    finally:
-        _here.flags = before
+    # A compiler sees no thread's own values.
+    return nullcontext() if torch.compiler.is_compiling() else temporarily(_here, "flags", None)
 
 
 def is_on_host(flag: Tensor) -> bool:

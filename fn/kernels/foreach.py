@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fn.kernels import memory_pool, ops, reference, rules
+from fn.kernels import memory_pool, reference, rules
 from fn.kernels.layout import clear_padding, paired_views, plain, widths_of
-from fn.kernels.table import Accelerator
+from fn.kernels.table import Accelerator, direct
 from fn.kernels.tracing import cached_plan
 
 CHUNK = 1 << 25
@@ -94,7 +94,7 @@ def momentum_encode(
     if places:
         torch._foreach_copy_(places, fresh)
         torch._foreach_lerp_(places, moments, decay)
-    return (x, *ops.direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
+    return (x, *direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
 
 
 def quantize_feedback(
@@ -110,15 +110,15 @@ def quantize_feedback(
         return memory_pool.empty(x.shape, x.dtype, x.device).copy_(wide)
 
     # (R, ...) -> (R, 1, ...): a mean of one message
-    wide = ops.direct("dequantize_mean", error[:, None], error_scales[:, None], valid, runs, 8)
+    wide = direct("dequantize_mean", error[:, None], error_scales[:, None], valid, runs, 8)
     e = rounded(wide)
     h = torch.add(x, e, out=memory_pool.empty(x.shape, x.dtype, x.device))
-    codes, scales = ops.direct("quantize", h, valid, runs, width)
-    lost = ops.direct("dequantize_mean", codes[:, None], scales[:, None], valid, runs, width)
+    codes, scales = direct("quantize", h, valid, runs, width)
+    lost = direct("dequantize_mean", codes[:, None], scales[:, None], valid, runs, width)
     # In place on what was decoded: h - D(q), of which D(q) is rounded first, as the reference rounds it.
     lost.copy_(rounded(lost)).neg_().add_(h)
     kept = wide.copy_(e).mul_(beta).add_(lost.mul_(1.0 - beta))
-    return (codes, scales, *ops.direct("quantize", rounded(kept), valid, runs, 8))
+    return (codes, scales, *direct("quantize", rounded(kept), valid, runs, 8))
 
 
 def drift(
@@ -153,7 +153,7 @@ def onebit_adam_(
     """See `reference.steps.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
-    mean = ops.direct("sign_decode_mean", bits, scales, valid, runs)
+    mean = direct("sign_decode_mean", bits, scales, valid, runs)
     flats, pieces = paired_views([m.view(-1) for m in mu], mean, widths_of(runs))
     if flats:
         torch._foreach_copy_(flats, pieces)

@@ -158,12 +158,12 @@ def alike_in_memory(*lists: Sequence[Tensor]) -> bool:
     for tensors in zip(*lists, strict=True):
         # the stride of a dimension of one element says nothing, and differs between tensors that are alike
         first, *others = ([(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1] for t in tensors)
-        if any(other != first for other in others) or not (tensors[0].numel() == 0 or _is_dense(first)):
+        if any(other != first for other in others) or not (tensors[0].numel() == 0 or is_dense(first)):
             return False
     return True
 
 
-def _is_dense(steps: Sequence[tuple[int, int]]) -> bool:
+def is_dense(steps: Sequence[tuple[int, int]]) -> bool:
     """Return whether dimensions (stride, size) leave no gaps and do not overlap."""
     elements = 1
     for stride, size in sorted(steps):

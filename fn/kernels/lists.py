@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import memory_pool, ops
+from fn import tree
+from fn.kernels import memory_pool
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
 from fn.kernels.reference.lists import RESULTS
-from fn.kernels.table import cells
+from fn.kernels.table import cells, direct
 from fn.kernels.tracing import is_concrete, is_recorded, pooled
 
 Number = float | Tensor | Sequence[Tensor]
@@ -164,12 +165,10 @@ def _by_kernel(
     if {len({x.dtype for x in column}) for column in columns} == {1} and alike_in_memory(*columns):
         _call(rule, results, lists, values)
         return results
-    kinds: dict[Any, list[int]] = {}
-    for s, row in enumerate(zip(*columns, strict=True)):
-        # A kernel goes through memory: only tensors that lie in the same order have their elements in the same places.
-        alike = contiguous(row) or alike_in_memory(*([x] for x in row))
-        kinds.setdefault((alike, *(x.dtype for x in row)), []).append(s)
-    for places in kinds.values():
+    # A kernel goes through memory: only tensors that lie in the same order have their elements in the same places.
+    rows = [*zip(*columns, strict=True)]
+    kinds = [(contiguous(row) or alike_in_memory(*([x] for x in row)), *(x.dtype for x in row)) for row in rows]
+    for places in tree.places_by(kinds).values():
         some = [_at(x, places) if isinstance(x, Tensor) and x.numel() > 1 else x for x in values]
         to, given = ([[column[s] for s in places] for column in side] for side in (results, lists))
         _call(rule, to, given, some)
@@ -194,9 +193,9 @@ def _call(
             places.append(place)
             scalars.append(x.to(device))
     flat = ([x for column in side for x in column] for side in (results, lists))
-    # As `ops.direct` asks. Nobody differentiates this: `has_kernels` has looked.
+    # As `direct` asks. Nobody differentiates this: `has_kernels` has looked.
     with torch.no_grad():
-        ops.direct("elementwise_", rule.__name__, *flat, scalars, places, values)
+        direct("elementwise_", rule.__name__, *flat, scalars, places, values)
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -210,16 +209,12 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
         # In float32 at least: the square of a norm of 256 overflows float16.
         norms = [torch.linalg.vector_norm(x.to(scale_dtype(x))).square() for x in tensors]
         return torch.stack([x.to(norms[0].device) for x in norms])
-    kinds: dict[torch.dtype, list[int]] = {}
-    for place, x in enumerate(tensors):
-        kinds.setdefault(x.dtype, []).append(place)
-    alike = ([tensors[place] for place in places] for places in kinds.values())
-    sums: list[Tensor] = [ops.direct("sums_of_squares", some) for some in alike]
-    wide = torch.float64 if torch.float64 in kinds else torch.float32
-    if len(sums) == 1:
-        return sums[0].to(wide)
-    each = dict(zip((place for places in kinds.values() for place in places), torch.cat(sums).unbind(), strict=True))
-    return torch.stack([each[place] for place in range(len(tensors))]).to(wide)
+    dtypes = [x.dtype for x in tensors]
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    if len({*dtypes}) == 1:
+        sums: Tensor = direct("sums_of_squares", [*tensors])
+        return sums.to(wide)
+    return torch.stack(tree.in_groups(lambda some: direct("sums_of_squares", some).unbind(), dtypes, tensors)).to(wide)
 
 
 def peaks(tensors: Sequence[Tensor]) -> list[Tensor]:

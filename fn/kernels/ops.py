@@ -18,8 +18,8 @@ from fn.errors import expected
 from fn.kernels.layout import bytes_for, row_length
 from fn.kernels.reference import REFERENCES
 from fn.kernels.reference.lists import RESULTS, rule_of
-from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
-from fn.kernels.table import cells
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS
+from fn.kernels.table import device_of, direct
 from fn.kernels.tracing import PLANS
 
 Kernel = Callable[..., Any]
@@ -115,15 +115,6 @@ def _suspects(values: Sequence[Any], device: torch.device) -> list[Tensor]:
     return [t for t in tensors if not (t.is_floating_point() and t.device == device)]
 
 
-def device_of(args: Sequence[Any]) -> torch.device:
-    """Return the device of the first tensor of the arguments."""
-    for value in args:
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, Tensor):
-                return tensor.device
-    return torch.device("cpu")
-
-
 def _check_dtype(key: str, value: Tensor) -> None:
     if key in _FLOATING and not value.is_floating_point():
         raise TypeError(expected(key, "a floating dtype", f"{value.dtype}"))
@@ -149,21 +140,6 @@ def _check_lengths(named: dict[str, Any]) -> None:
         if key in lengths and (value.ndim < 2 or value.shape[-1] != lengths[key]):
             wanted = f"rows of {lengths[key]} for the runs given"
             raise ValueError(expected(key, wanted, f"shape {tuple(value.shape)}"))
-
-
-def direct(name: str, *args: Any) -> Any:
-    """Run a kernel without the dispatcher, which takes time for every tensor of a list, and without the checks.
-
-    Args: name: of the op. args: its own; tensors that hold numbers now (`tracing.is_concrete`), without grad mode,
-        checked by the caller.
-    """
-    for cell in cells(name, device_of(args).type):
-        results = cell.kernel(*args)
-        if results is not NotImplemented:
-            for position in WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
-                torch.autograd.graph.increment_version(args[position])
-            return results
-    return REFERENCES[name](*args)
 
 
 def _define(library: torch.library.Library, name: str, schema: str) -> None:

@@ -15,17 +15,20 @@ import logging
 import textwrap
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fn.errors import expected
 from fn.kernels import known_answers
-from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS
+from fn.kernels.flags import temporarily
+from fn.kernels.reference import REFERENCES
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
 
 logger = logging.getLogger("fn")
 
@@ -217,14 +220,33 @@ def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     return accepted if accepted is not None else _accept(op, device_type)
 
 
-@contextmanager
-def only_references() -> Iterator[None]:
+def direct(name: str, *args: Any) -> Any:
+    """Run a kernel without the dispatcher, which takes time for every tensor of a list, and without the checks.
+
+    Args: name: of the op. args: its own; tensors that hold numbers now (`tracing.is_concrete`), without grad mode,
+        checked by the caller.
+    """
+    for cell in cells(name, device_of(args).type):
+        results = cell.kernel(*args)
+        if results is not NotImplemented:
+            for position in WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
+                torch.autograd.graph.increment_version(args[position])
+            return results
+    return REFERENCES[name](*args)
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor of the arguments."""
+    for value in args:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    return torch.device("cpu")
+
+
+def only_references() -> AbstractContextManager[bool]:
     """In this context the references run in this thread, so that no kernel is compiled and asked for known answers."""
-    before, _thread.only_references = _thread.only_references, True
-    try:
-        yield
-    finally:
-        _thread.only_references = before
+    return temporarily(_thread, "only_references", True)
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:

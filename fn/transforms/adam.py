@@ -19,6 +19,7 @@ from torch import Tensor
 from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_number
 from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, links_of, missing, says
+from fn.collectives.agreement import device_of
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.roles import declare
@@ -234,9 +235,7 @@ def limit_of(max_step: float | None) -> float:
 def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree]:
     """Return step, mu and nu before the first update."""
     mu, nu = zero_moments(params), zero_moments(params)
-    leaves = tree.leaves(params)
-    device = leaves[0].device if leaves else torch.device("cpu")
-    return torch.zeros((), dtype=torch.int64, device=device), mu, nu
+    return torch.zeros((), dtype=torch.int64, device=device_of(params)), mu, nu
 
 
 def start_ages(step: Tensor, corrected: bool) -> tuple[Tensor, ...]:

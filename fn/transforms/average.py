@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.arguments import check_flag
 from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
@@ -270,8 +271,7 @@ def _in_codes(
 ) -> Transform:  # fmt: skip
     """Return the transform that `compressed_average` describes. gather_feedback: None is `feedback`."""
     layouts.check_layout(layout)
-    if not isinstance(servers, bool):
-        raise TypeError(expected("servers", "True or False", f"{servers!r}"))
+    check_flag("servers", servers)
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))  # a row must suit the codec of each hop
     server_feedback = feedback if gather_feedback is None else gather_feedback
     hops(axis, codec, server_feedback, ("codec", "gather_feedback"))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.base import Exchange, Phase, Round, Transform, UpdateFn, check_params, check_state, facts_of, has_phase
+from fn.collectives.agreement import device_of
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
@@ -104,7 +105,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     def init(params: Tree) -> AverageParamsState:
         tree.check_real(params, "params")
         inner_state = inner.init(params)
-        device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+        device = device_of(params)
         alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
         kinds = params, *(roles.find(inner_state, kind) for kind in ("first_moment", "second_moment"))
         # A state for each kind: errors of params must not enter the next mean of moments.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_number
+from fn.arguments import check_flag, check_number
 from fn.base import Transform, check_params, check_state, lift, says
 from fn.errors import expected
 from fn.kernels import rules
@@ -73,8 +73,7 @@ def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transfor
         weight decay (arXiv 2510.12402).
     """
     check_decay(weight_decay)
-    if not isinstance(cautious, bool):
-        raise TypeError(expected("cautious", "True or False", f"{cautious!r}"))
+    check_flag("cautious", cautious)
     return lift(lambda params: (), (CautiousDecay if cautious else Decay)(weight_decay), elementwise=True)
 
 

@@ -21,8 +21,8 @@ from fn import tree
 from fn.collectives.codecs.codec import Segments
 from fn.collectives.hierarchy import pieces
 from fn.errors import expected
-from fn.kernels import layout, memory_pool
-from fn.kernels.layout import scale_dtype
+from fn.kernels import memory_pool
+from fn.kernels.layout import clear_padding, paired_views, scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 
 Tree = Any
@@ -61,14 +61,11 @@ def buckets(
     Raises: ValueError if the layout is not one of `LAYOUTS`.
     """
     check_layout(layout)
-    groups: dict[Any, list[int]] = {}
     if layout != "per_tensor" and len({leaf.dtype for leaf in leaves}) == 1 == len({leaf.device for leaf in leaves}):
-        groups[None] = [*range(len(leaves))]  # the common case, without hashing each leaf's key in every step
+        groups = {None: [*range(len(leaves))]}  # the common case, without hashing each leaf's key in every step
     else:
-        for i, leaf in enumerate(leaves):
-            dtype = scale_dtype(leaf) if half_with_float32 else leaf.dtype
-            key = i if layout == "per_tensor" else (dtype, leaf.device)
-            groups.setdefault(key, []).append(i)
+        kinds = [(scale_dtype(leaf) if half_with_float32 else leaf.dtype, leaf.device) for leaf in leaves]
+        groups = tree.places_by(range(len(leaves)) if layout == "per_tensor" else kinds)
     return [
         _bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")
         for places in groups.values()
@@ -102,9 +99,9 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_concrete(*tensors) and not is_recorded(tensors):
         # Into memory that is used again in each step: fresh pages would cost more than the copy.
         table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype, tensors[0].device)
-        clear_padding(table, tensors, bucket)
+        clear_padding(table, [t.shape[0] for t in tensors], bucket.segments.widths)
         # (n_i,) each -> their places in the table (W, n / W)
-        flats, rows = paired_views([t.detach() for t in tensors], table, bucket)
+        flats, rows = paired_views([t.detach() for t in tensors], table, bucket.segments.widths)
         if flats:
             torch._foreach_copy_(rows, flats)
         return table.view(-1)
@@ -138,19 +135,6 @@ def is_fresh(x: Tensor, leaves: Sequence[Tensor], bucket: Bucket) -> bool:
     first = leaves[bucket.leaf_indices[0]]
     # By storages: in a trace there are none to compare, and nothing is written over.
     return is_concrete(x, first) and x.untyped_storage()._cdata != first.untyped_storage()._cdata
-
-
-def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """Return two lists of views with equal shapes: of vectors, and of their places in the table that `join` makes.
-
-    Copying one list into the other copies all elements of the vectors. table: (W, n / W). Not for fused buckets.
-    """
-    return layout.paired_views(tensors, table, bucket.segments.widths)
-
-
-def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
-    """Write zeros into the padding behind the vectors in a table (W, n / W). Not for fused buckets."""
-    layout.clear_padding(table, [flat.shape[0] for flat in tensors], bucket.segments.widths)
 
 
 def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> Sequence[Tensor] | Tensor:
@@ -245,7 +229,7 @@ def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> Non
         torch.split_with_sizes_copy(table, widths, dim=1, out=columns)
         return
     # (W, n / W) -> (n_i,) each, piece by piece
-    flats, pieces = paired_views([t.view(-1) for t in tensors], table, bucket)
+    flats, pieces = paired_views([t.view(-1) for t in tensors], table, widths)
     if flats:
         torch._foreach_copy_(flats, pieces)
 

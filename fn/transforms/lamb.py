@@ -230,7 +230,8 @@ def scale_by_onebit_lamb(
 def start_lamb(params: Tree) -> tuple[Any, ...]:
     """Return the fields of `OnebitLambState` before the first update, but `sync`, in their order."""
     step, mu, nu = start_moments(params)
-    coefficient, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
+    full = lambda m, value: torch.full((), value, dtype=layout.scale_dtype(m), device=m.device)  # noqa: E731
+    coefficient, factor, ratio, scaling = (tree.map(partial(full, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
     return step, mu, nu, tree.map(torch.zeros_like, nu), coefficient, factor, ratio, scaling
 
 
@@ -378,10 +379,6 @@ def _norm(x: Tensor) -> Tensor:
     # Wide: the square of a float16 overflows from 256 on.
     norm: Tensor = torch.linalg.vector_norm(x.to(layout.scale_dtype(x)))
     return norm
-
-
-def _number(like: Tensor, value: float) -> Tensor:
-    return torch.full((), value, dtype=layout.scale_dtype(like), device=like.device)
 
 
 def _check_bounds(low: float, high: float) -> None:

@@ -8,9 +8,8 @@ step t      gradients at x_t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from functools import update_wrapper
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -51,7 +50,6 @@ from fn.transforms.leafwise import apply
 from fn.transforms.skip_nonfinite import is_fine, skip_nonfinite
 
 Tree = Any
-Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 @declare(
@@ -282,8 +280,8 @@ def _halves(tx: Transform) -> tuple[Transform, Transform]:
     if now:
         last = _name(links[cut - 1])
         wanted = f"no rate and no decay in front of or inside of its last link that communicates, {last}"
-        cure = "put it behind that link, for what travels would read a rate that a scheduler fills; a method that has "
-        cure += "it inside cannot be late"
+        cure = "put it behind that link, or the message would read a rate that a scheduler is writing; a method with "
+        cure += "one inside cannot be late"
         raise ValueError(expected("tx", wanted, ", ".join(now), cure))
     return direction, chain(*links[cut:])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_is_transform, check_number, check_whole
+from fn.arguments import check_flag, check_is_transform, check_number, check_whole
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
@@ -211,9 +211,7 @@ def low_rank_average(
 
         Args: kinds: of each tensor its shape, dtype and device, and whether it is averaged exactly.
         """
-        alike: dict[Any, list[int]] = {}
-        for i, (shape, dtype, device, exact) in enumerate(kinds):
-            alike.setdefault((plan_of(shape, exact), dtype, device), []).append(i)
+        alike = tree.places_by((plan_of(shape, exact), dtype, device) for shape, dtype, device, exact in kinds)
         stacks = [_Stack(tuple(places), plan) for (plan, _, _), places in alike.items() if plan.rank]
         # Those in factors first, so that `[:sent]` are they; the sort is stable, and keeps the order of the leaves.
         return sorted(stacks, key=lambda stack: not stack.plan.in_factors)
@@ -324,8 +322,7 @@ def _check(rank: int | float, feedback: Feedback, min_rate: float, orthonormal: 
     check_number("min_rate", min_rate)
     if not 0 < min_rate < math.inf:
         raise ValueError(expected("min_rate", "a positive number", f"{min_rate}"))
-    if not isinstance(orthonormal, bool):
-        raise TypeError(expected("orthonormal", "True or False", f"{orthonormal!r}"))
+    check_flag("orthonormal", orthonormal)
 
 
 def _sides(plan: _Plan) -> tuple[int, int]:

@@ -125,8 +125,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
             # both.
             if isinstance(new, NewParams):
                 others = apply_updates(params, updates)
-                return NewParams(_put(others, _wholes(new.params, chosen))), state
-            return _put(updates, _wholes(new, chosen)), state
+                return NewParams(tree.with_leaves(others, _wholes(new.params, chosen))), state
+            return tree.with_leaves(updates, _wholes(new, chosen)), state
 
         return Masked(inner_update, own_code(update))
 
@@ -174,7 +174,7 @@ def _on_some(exchange: Exchange, places: Callable[[Tree], Chosen]) -> Exchange:
         def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             chosen = places(params)
             new, state = f(number, state, _pick(params, chosen))
-            return _put(params, _wholes(new, chosen)), state
+            return tree.with_leaves(params, _wholes(new, chosen)), state
 
         return run
 
@@ -192,11 +192,6 @@ def _wholes(new: Iterable[Any], chosen: Chosen) -> dict[int, Any]:
     """Return the chosen leaves by their numbers, made of what `_pick` showed."""
     rest = iter(new)
     return {i: label.whole(rest) if isinstance(label, Label) else next(rest) for i, label in chosen.items()}
-
-
-def _put(t: Tree, new: Mapping[int, Any]) -> Tree:
-    leaves, structure = tree.flatten(t)
-    return tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree], Tree]) -> Transform:
@@ -264,8 +259,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                 if new_params:
                     leaves = tree.leaves(params)
                     new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
-                    return NewParams(_put(params, new_params)), after
-                return _put(updates, moves), after
+                    return NewParams(tree.with_leaves(params, new_params)), after
+                return tree.with_leaves(updates, moves), after
 
             return Partitioned(update_of, of, own_code(update))
 
@@ -312,7 +307,7 @@ def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str,
 
 
 def _one_after_the_other(exchanges: list[Exchange]) -> Exchange:
-    def all_of(steps: list[Exchanging]) -> Exchanging:
+    def all_of(steps: Sequence[Exchanging]) -> Exchanging:
         def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
             for step in steps:
                 params, state = step(number, state, params)
@@ -324,12 +319,8 @@ def _one_after_the_other(exchanges: list[Exchange]) -> Exchange:
         for exchange in exchanges:
             exchange.check(schedule)
 
-    return Exchange(
-        all_of([exchange.difference for exchange in exchanges]),
-        all_of([exchange.mean for exchange in exchanges]),
-        all_of([exchange.outer for exchange in exchanges]),
-        check,
-    )
+    difference, mean, outer = (all_of(steps) for steps in zip(*(exchange[:3] for exchange in exchanges), strict=True))
+    return Exchange(difference, mean, outer, check)
 
 
 def _check_labels(state: Tree, labels: Iterable[str]) -> None:

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fn import tree
-from fn.arguments import check_interval
+from fn.arguments import check_flag, check_interval
 from fn.base import Phase, Transform, UpdateFn, check_state, lift, missing, says
-from fn.errors import expected
 from fn.facts import ELEMENTWISE
 from fn.kernels import rules
 from fn.kernels.flags import known
@@ -90,8 +89,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         `torch.optim.SGD` without dampening.
     """
     check_interval("decay", decay, "[0, 1)")
-    if not isinstance(nesterov, bool):
-        raise TypeError(expected("nesterov", "True or False", f"{nesterov!r}"))
+    check_flag("nesterov", nesterov)
 
     return lift(lambda params: MomentumState(zero_moments(params)), Trace(decay, nesterov), elementwise=True)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_interval, check_number
+from fn.arguments import check_flag, check_interval, check_number
 from fn.base import Transform, chain, check_state, lift, says
 from fn.errors import expected
 from fn.facts import Facts
@@ -172,8 +172,7 @@ def newton_schulz(
         raise ValueError(expected("scale", f"one of {', '.join(map(repr, FACTORS))}", f"{scale!r}"))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(expected("dtype", "a floating dtype, or None", f"{dtype}"))
-    if not isinstance(flatten, bool):
-        raise TypeError(expected("flatten", "True or False", f"{flatten!r}"))
+    check_flag("flatten", flatten)
     return NewtonSchulz(_triples(coefficients), eps, scale, dtype, flatten)
 
 

@@ -107,24 +107,15 @@ class OuterWarmup(NamedTuple):
         """Return the update and the next state."""
         return self.run(updates, state, params)
 
-    def check(self, state: OuterState, read: Callable[[Tensor], Tensor]) -> None:
-        """Refuse a state in which the ranks went their own ways."""
-        check_alike(read(state.alone))
-
-
-class PlainWarmup(NamedTuple):
-    """The rule of a warm-up step without an anchor. inner: the inner optimizer's update."""
-
-    inner: UpdateFn
-    run: UpdateFn
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the update and the next state."""
-        return self.run(updates, state, params)
-
     def check(self, state: Tree, read: Callable[[Tensor], Tensor]) -> None:
         """Refuse a state in which the ranks went their own ways."""
         check_alike(read(state.alone))
+
+
+class PlainWarmup(OuterWarmup):
+    """The rule of a warm-up step without an anchor."""
+
+    __slots__ = ()
 
 
 @says(hands_down=True)
@@ -223,14 +214,8 @@ def outer(
     shards = facts_of(inner).shards
     island = (*shards, *inside)  # whose ranks leave out steps together; a mean may travel while `inside` is in use
 
-    settings = {
-        "outer_tx": outer_tx,
-        "sync": sync,
-        "fragments": fragments,
-        "alpha": alpha,
-        "store": store,
-        "on_skip": on_skip,
-    }
+    exchanged = {"outer_tx": outer_tx, "sync": sync, "fragments": fragments}
+    settings = {**exchanged, "alpha": alpha, "store": store, "on_skip": on_skip}
 
     def as_anchor(x: Tensor) -> Tensor:
         # Float32 for half precision: a small outer step would round to nothing there, exchange after exchange.
@@ -246,7 +231,7 @@ def outer(
         parts = [[zeros[i] for i in places] for places in fragment_places(fragments, params)]
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         # Counters lie where the params do: on the host each step would wait for the device to count.
-        device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+        device = device_of(params)
         alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
         # () for a fragment without params: its rounds return at once, and send nothing.
         outer_states = tuple(outer_tx.init([x.to(host) for x in part]) if part else () for part in parts)

@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.arguments import check_is_transform
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says, update_in
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
@@ -51,7 +50,7 @@ from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket
 from fn.transforms.resharding import reshapes, senders_reshape
-from fn.transforms.sharded import show_failures, wide
+from fn.transforms.sharded import check_parts, show_failures, wide
 
 Tree = Any
 Costs = Tree | Callable[[Tree], Tree] | None
@@ -144,15 +143,11 @@ def owned(
     Differs: an owner has whole tensors, so that shares are as equal as costs of tensors allow; a tensor that is larger
         than all others together is one rank's.
     """
-    _check_inner(inner, axis)
-    *within, between = axes.names(axis)
-    exact = Hop(between, identity(), off())
-    kept = classic() if feedback is None else feedback
-    (to_owner,) = hops(between, codec, kept) if codec is not None else [exact]
-    (to_all,) = hops(between, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
-    if feedback is not None and codec is None and gather is None:
-        raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
-
+    if not isinstance(axis, str) and not (isinstance(axis, tuple) and len(axis) in (1, 2)):
+        raise TypeError(expected("axis", "the name of one axis, or of two, ('local', 'node')", f"{axis!r}"))
+    *within, between = names = axes.names(axis)
+    check_by_tensor(inner, names, "fn.owned")
+    exact, to_owner, to_all = both_ways(between, codec, feedback, gather)
     facts = facts_of(inner)
 
     def planned(params: Tree) -> tuple[list[bool], tuple[int, ...]]:
@@ -230,28 +225,30 @@ def owned(
         return by(update_in(inner, inner_phase))
 
     local = missing(Phase.LOCAL, "an optimizer of owned tensors")
-    facts_here = merged(facts, Facts(axes.names(axis), ("owned",)))
+    facts_here = merged(facts, Facts(names, ("owned",)))
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts_here)
 
 
-def _check_inner(inner: Any, axis: Any) -> None:
-    check_is_transform("inner", inner)
-    if not isinstance(axis, str) and not (isinstance(axis, tuple) and len(axis) in (1, 2)):
-        raise TypeError(expected("axis", "the name of one axis, or of two, ('local', 'node')", f"{axis!r}"))
-    names, facts = axes.names(axis), facts_of(inner)
-    if inner.exchange is not None:
-        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
-    if {*names} & {*facts.axes, *facts.shards}:
-        wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"
-        cure = "make it without an axis; fn.owned averages the gradients"
-        raise ValueError(expected("inner", wanted, "a link that does", cure))
-    if facts.tree:
-        got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
-        cure = (
-            "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.owned; a link of your own that needs no "
-        )
+def check_by_tensor(inner: Any, axes: Sequence[str], by: str) -> None:
+    """Refuse an inner transform that needs all tensors, or the parts of other ranks. Args: by: what divides them."""
+    check_parts(inner, axes, by)
+    if links := facts_of(inner).tree:
+        got = f"{', '.join(links)}, which would see this rank's tensors only"
+        cure = f"to clip, use fn.Optimizer(max_norm=...) or a link in front of {by}; a link of your own that needs no "
         cure += "more than single tensors says so: link._replace(facts=fn.Facts(whole=('its name',)))"
         raise ValueError(expected("inner", "links that treat each tensor by itself", got, cure))
+
+
+def both_ways(
+    axis: str, codec: Codec | None, feedback: Feedback | None, gather: Codec | None
+) -> tuple[Hop, Hop, Hop]:
+    """Return how tensors travel over an axis: exactly, to their owners, and back. Args: as for `owned`."""
+    if feedback is not None and codec is None and gather is None:
+        raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
+    exact, kept = Hop(axis, identity(), off()), classic() if feedback is None else feedback
+    (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
+    (back,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
+    return exact, to_owner, back
 
 
 def _check_whole(params: Tree) -> None:
@@ -314,11 +311,8 @@ def _costs(params: Tree, cost: Costs) -> Tree:
 
 @cached_plan
 def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[int, ...]:
-    kinds: dict[Any, list[int]] = {}
-    for i, kind in enumerate(shapes):
-        kinds.setdefault(kind, []).append(i)
     owners, loads = [0] * len(shapes), [0.0] * world  # loads: of what is left over; whole rounds load all ranks alike
-    by_cost = sorted(kinds.items(), key=lambda entry: -entry[0][1])
+    by_cost = sorted(tree.places_by(shapes).items(), key=lambda entry: -entry[0][1])
     for (_, price), places in by_cost:
         # Dealt in turn: every owner has as many of a shape, and Newton-Schulz iterates them as one batch.
         whole_rounds = len(places) // world * world
@@ -548,7 +542,7 @@ def _updates_in_codes(
         else:
             move, codec = moves[bucket.leaf_indices[0]], hop.for_rows(bucket.segments)
             # as long as the codes that arrive: who receives has to know their length
-            items.append(_form(codec, bucket.segments.row_length, move.dtype, move.device))
+            items.append(form_of(codec, 1, bucket.segments.row_length, move.dtype, move.device))
     update_of: dict[int, Tensor] = {}
     for bucket, payload in zip(buckets, from_owners(items, of_buckets, axis), strict=True):
         parts = layouts.split(hop.for_rows(bucket.segments).decode(payload).reshape(-1), bucket)  # (1, n) -> (n,)
@@ -558,8 +552,8 @@ def _updates_in_codes(
 
 
 @cached_plan
-def _form(codec: Codec, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
-    """Return a payload in which only shapes and dtypes matter."""
-    payload = codec.encode(torch.zeros((1, width), dtype=dtype, device=device))
-    # (1,) -> the shapes of codes, with strides of 0: a plan that is kept takes no memory
-    return tree.map(lambda x: x.new_empty(1).expand(x.shape), payload)
+def form_of(codec: Codec | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
+    """Return an item of which only shapes and dtypes matter."""
+    item = torch.zeros((rows, width), dtype=dtype, device=device)
+    # (1,) -> the shapes of an item, with strides of 0: a plan that is kept takes no memory
+    return tree.map(lambda x: x.new_empty(1).expand(x.shape), item if codec is None else codec.encode(item))

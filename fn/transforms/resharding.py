@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Counted, DampedError, from_plain, to_plain
 from fn.collectives.hierarchy import Hop
+from fn.kernels.flags import temporarily
 from fn.transforms import flat_layout as layouts
 
 Tree = Any
@@ -50,14 +51,9 @@ class Notes(threading.local, Generic[Note]):
 
     _notes: list[Note] | None = None
 
-    @contextmanager
-    def collected(self) -> Iterator[list[Note]]:
+    def collected(self) -> AbstractContextManager[list[Note]]:
         """Collect the notes of the inits that run inside of this context."""
-        before, self._notes = self._notes, []
-        try:
-            yield self._notes
-        finally:
-            self._notes = before
+        return temporarily(self, "_notes", list[Note]())
 
     def add(self, note: Note) -> None:
         """Add a note to the list that is being collected, if there is one."""

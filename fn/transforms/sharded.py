@@ -141,25 +141,20 @@ divisions: Notes[Division] = Notes()
 """From each init of `sharded`."""
 
 
-def _check_inner(inner: Any, axis: AxisNames) -> None:
-    """Refuse an inner transform that would be another optimizer on shards than on whole tensors.
+def check_parts(inner: Any, axes: Sequence[str], by: str) -> None:
+    """Refuse an inner transform that would average the parts that ranks have with each other, or that has rounds.
 
-    One that communicates over a sharded axis would average different shards with each other. One with rounds, or with
-    params that differ between ranks, returns new params, which would be taken for updates.
+    One with rounds returns new params, which would be taken for updates. Args: by: what divides the params.
     """
     check_is_transform("inner", inner)
-    facts = facts_of(inner)
     if inner.exchange is not None:
-        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
-    if shared := [name for name in names(axis) if name in facts.axes + facts.shards]:
-        wanted = f"no communication over the axis {shared[0]!r}, on which every rank has another shard"
-        cure = "make it without an axis, such as fn.adamw(lr); fn.sharded averages the gradients"
+        cure = f"put fn.outer around the chain that holds {by}"
+        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer", cure))
+    facts = facts_of(inner)
+    if shared := [name for name in axes if name in facts.axes + facts.shards]:
+        wanted = f"no communication over the axis {shared[0]!r}, on which every rank has another part"
+        cure = f"make it without an axis, such as fn.adamw(lr); {by} brings the ranks together"
         raise ValueError(expected("inner", wanted, "a link that does", cure))
-    if facts.whole:
-        got = f"{', '.join(facts.whole)}, which would see this rank's shard only"
-        cure = "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded; give mask and partition a "
-        cure += "tree; a link of your own that is element-wise says so, fn.lift(..., elementwise=True)"
-        raise ValueError(expected("inner", "element-wise links", got, cure))
 
 
 def sharded(
@@ -218,7 +213,12 @@ def sharded(
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a guard
         inside of inner skips, the shard's updates are NaN, for all ranks to see and skip.
     """
-    _check_inner(inner, axis)
+    check_parts(inner, names(axis), "fn.sharded")
+    if whole := facts_of(inner).whole:
+        got = f"{', '.join(whole)}, which would see this rank's shard only"
+        cure = "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded; give mask and partition a "
+        cure += "tree; a link of your own that is element-wise says so, fn.lift(..., elementwise=True)"
+        raise ValueError(expected("inner", "element-wise links", got, cure))
     layouts.check_layout(layout)
     if momentum is not None:
         check_interval("momentum", momentum, "[0, 1)")
@@ -453,23 +453,13 @@ def gather_back(
     return whole, kept._replace(server=server)
 
 
-def where_it_travels(shard: Tensor, dtype: torch.dtype, bucket: Bucket) -> Tensor | None:
-    """Return memory (W, n / W) for what `gather_in_place` gathers; None on a device, whose collectives bring their own.
-
-    Args: shard: (n / W,). dtype: of the messages.
-    """
-    if shard.device.type != "cpu":
-        return None
-    return memory_pool.empty((bucket.segments.valid.shape[0], shard.shape[0]), dtype, shard.device)
-
-
 def gather_in_place(
     value: Tensor, dtype: torch.dtype, whole: Tensor | None, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
 ) -> tuple[Tensor, Kept]:
     """Do what `gather_back` does, in the memory of `whole` where nothing is encoded. Outside of traces.
 
-    Args: value: this rank's shard, which may be its row of `whole`. dtype: of the messages. whole: as
-        `where_it_travels` returns it.
+    Args: value: this rank's shard, which may be its row of `whole`. dtype: of the messages. whole: memory (W, n / W);
+        None on a device, whose collectives bring their own.
     """
     if (codes and rules.gather is not None) or not isinstance(rules.axis, str):
         return gather_back(value, dtype, kept, bucket, rules, codes)

@@ -14,8 +14,8 @@ from fn.arguments import check_is_transform
 from fn.base import Guarded, NewParams, Phase, Transform, UpdateFn, check_state, combine, facts_of
 from fn.collectives.agreement import device_of, true_on_all
 from fn.errors import expected
-from fn.kernels import ops
 from fn.kernels.flags import known
+from fn.kernels.table import direct
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 
@@ -78,9 +78,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
 
     def init(params: Tree) -> SkipState:
         tree.check_real(params, "params")
-        leaves = tree.leaves(params)
-        device = leaves[0].device if leaves else torch.device("cpu")
-        return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))
+        return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device_of(params)))
 
     def guarded(phase: Phase, inner_update: UpdateFn) -> UpdateFn:
         def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
@@ -173,11 +171,9 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
 
 def _by_kernel(leaves: list[Tensor]) -> Tensor:
     """Return whether all elements are finite, by a kernel for lists of one dtype on one device; 0-d bool."""
-    alike: dict[Any, list[Tensor]] = {}
-    for x in leaves:
-        alike.setdefault((x.dtype, x.device), []).append(x.detach())
     # a flag () for each dtype and device, for a kernel takes a list of one kind
-    flags = [ops.direct("largest_magnitude", some) < math.inf for some in alike.values()]  # NaN is not
+    alike = tree.places_by((x.dtype, x.device) for x in leaves).values()
+    flags = [direct("largest_magnitude", [leaves[i].detach() for i in some]) < math.inf for some in alike]  # NaN is not
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 

@@ -27,15 +27,14 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.arguments import check_is_transform
 from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, has_phase, missing, update_in
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.axis import axis_size
-from fn.collectives.codecs.codec import Codec, Segments, identity, segmented
+from fn.collectives.codecs.codec import Codec, Segments, segmented
 from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
-from fn.collectives.feedback import Feedback, classic, off
-from fn.collectives.hierarchy import Hop, hops
+from fn.collectives.feedback import Feedback
+from fn.collectives.hierarchy import Hop
 from fn.collectives.owners import rows_from_owners, to_owners
 from fn.compiling import own_code
 from fn.errors import expected
@@ -43,7 +42,7 @@ from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
 from fn.transforms.mask_and_partition import Label, Labels, in_parts
-from fn.transforms.owned import Costs, OwnedState, check_owners, plan
+from fn.transforms.owned import Costs, OwnedState, both_ways, check_by_tensor, check_owners, form_of, plan
 from fn.transforms.sharded import show_failures
 
 Tree = Any
@@ -132,15 +131,12 @@ def unsharded(
     Differs: that sends no codes, and a message for every W matrices; this is one message for all.
     """
     shards = Shards(shards) if isinstance(shards, str) else shards
-    _check(inner, shards)
+    if not isinstance(shards, Shards) or not isinstance(shards.axis, str):
+        raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
+    check_by_tensor(inner, [shards.axis], "fn.unsharded")
     inner = inner if shards.labels is None else in_parts(inner, shards.labels)
-    axis, exact = shards.axis, Hop(shards.axis, identity(), off())
-    kept = classic() if feedback is None else feedback
-    (to_owner,) = hops(axis, codec, kept) if codec is not None else [exact]
-    (to_pieces,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
-    if feedback is not None and codec is None and gather is None:
-        raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
-
+    axis = shards.axis
+    exact, to_owner, to_pieces = both_ways(axis, codec, feedback, gather)
     facts = facts_of(inner)
 
     def layout(pieces: Tree) -> _Layout:
@@ -243,22 +239,6 @@ def labelled(
     divided = shards._replace(labels=tuple(flat) if any(isinstance(name, Label) for name in flat) else None)
     pieces = tree.map(str, labels_of_pieces)
     return pieces, lambda label: divided.chosen([i for i, name in enumerate(flat) if name == label])
-
-
-def _check(inner: Any, shards: Any) -> None:
-    check_is_transform("inner", inner)
-    if not isinstance(shards, Shards) or not isinstance(shards.axis, str):
-        raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
-    facts = facts_of(inner)
-    if inner.exchange is not None:
-        cure = "put fn.outer around the chain that holds fn.unsharded"
-        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer", cure))
-    if shards.axis in facts.axes + facts.shards:
-        wanted = f"no communication over the axis {shards.axis!r}, on which every rank owns other tensors"
-        raise ValueError(expected("inner", wanted, "a link that does"))
-    if facts.tree:
-        got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
-        raise ValueError(expected("inner", "links that treat each tensor by itself", got))
 
 
 class _Cut(NamedTuple):
@@ -456,7 +436,7 @@ def _divided(
         codec = None if hop.exact else cut.codec(hop, world)
         if not _is_here(owners[i], hop.axis):
             # of another owner's tensor: as long as the row that arrives
-            items.append(_form(codec, world, width, moves[i].dtype, moves[i].device))
+            items.append(form_of(codec, world, width, moves[i].dtype, moves[i].device))
             continue
         table = cut.flat(moves[i], world, width)  # (W, width), a row for each rank
         if codec is None:
@@ -473,11 +453,3 @@ def _divided(
         # (1, width) -> (n / W, ...), this rank's piece
         pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape[cut.dim])
     return pieces, () if hop.exact else tuple(after)
-
-
-@cached_plan
-def _form(codec: Codec | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
-    """Return an item in which only shapes and dtypes matter."""
-    item = torch.zeros((rows, width), dtype=dtype, device=device)
-    # (1,) -> the shapes of an item, with strides of 0: a plan that is kept takes no memory
-    return tree.map(lambda x: x.new_empty(1).expand(x.shape), item if codec is None else codec.encode(item))

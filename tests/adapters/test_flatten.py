@@ -178,7 +178,7 @@ TIED = torch.zeros(4)
         (lambda: [torch.randn(3), 4], {}, TypeError, "parameter 1 .*got int"),
         (lambda: [torch.randn(3)], {"dtype": torch.int8}, TypeError, "dtype: .*got torch.int8"),
         (lambda: [TIED[:3], torch.randn(2), TIED[2:]], {}, ValueError, "got one for 0 and 2; to tie them"),
-        (lambda: [TIED[3:].view(torch.int32), TIED], {}, ValueError, "got one for 1 and 0; to tie them"),
+        (lambda: [TIED[3:].view(torch.int32), TIED], {}, ValueError, "got one for 0 and 1; to tie them"),
     ],
 )
 def test_what_cannot_be_flattened_is_refused_and_left_alone(params, options, error, says):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from functools import partial
 
@@ -36,9 +35,7 @@ def with_other_kernels(alike: bool) -> list[tuple[str, object, bool]]:
     most, or the error, and whether averaging them brings the ranks together.
     """
     if alike or dist.get_rank():
-        sys.modules["fn.kernels.table"].BUILT_IN = {
-            "cpu": {"numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"}
-        }
+        ranks.without("numba")
     found = []
     for optimizer in OF_EACH_KIND:
         with fn.bind({"data": dist.group.WORLD}), warnings.catch_warnings(record=True) as caught:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import ranks
 import torch
-from recorded_codes import Case, Found, Made, Tree, alone, in_simulation, load, off_here
+from recorded_codes import Case, Found, Made, Tree, alone, in_simulation, load
 from simulated import one_step
 from torch import Tensor
 
@@ -122,9 +121,3 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     """On one rank an average is the identity; such a case is replayed by the codec and the feedback."""
     found = recorded_alone(case) if case.world == 1 else in_simulation(case, recorded(case))
     assert 0 < case.off(found, where=settled(case)) <= 1
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    for found in ranks.run(world, off_here, recorded, [case for case in RECORDED if case.world == world], settled):
-        assert 0 < max(found) <= 1, found

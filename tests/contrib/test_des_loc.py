@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from recorded_rounds import Case, Method, in_simulation, load, on_this_rank, replay, replay_on_rank
+from recorded_rounds import Case, Method, in_simulation, load, replay
 from torch import Tensor
 
 import fn
@@ -70,9 +68,3 @@ def recorded(case: Case) -> Method:
 def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     method = recorded(case)
     assert 0 < replay(case, method, *in_simulation(case, method.tx)) <= 1
-
-
-@each_recorded
-def test_the_recorded_run_is_replayed_by_real_ranks(case: Case) -> None:
-    for found in ranks.run(case.world, on_this_rank, partial(replay_on_rank, recorded), [case]):
-        assert 0 < max(found) <= 1

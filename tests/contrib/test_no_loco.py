@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from recorded_rounds import Case, Method, in_simulation, inner_of, load, on_this_rank, replay, replay_on_rank
+from recorded_rounds import Case, Method, in_simulation, inner_of, load, replay
 from torch import Tensor
 
 import fn
@@ -202,12 +201,6 @@ def recorded(case: Case, *, over_rate: bool = True) -> Method:
 def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     method = recorded(case)
     assert 0 < replay(case, method, *in_simulation(case, method.tx)) <= 1
-
-
-@each_recorded
-def test_the_recorded_run_is_replayed_by_real_ranks(case: Case) -> None:
-    for found in ranks.run(case.world, on_this_rank, partial(replay_on_rank, recorded), [case]):
-        assert 0 < max(found) <= 1
 
 
 @each_recorded

@@ -13,7 +13,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from own_pieces import guarded_diloco
-from recorded_rounds import Case, exact, in_simulation, inner_of, load, on_this_rank, outer_step
+from recorded_rounds import Case, exact, in_simulation, inner_of, load, outer_step
 from torch import Tensor
 
 import fn
@@ -302,25 +302,25 @@ def all_fragments(tx: fn.Transform, when: Round, g: Any, s: Any, p: Any) -> tupl
     return p, s
 
 
-def replay_edit(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    gradients, worst, tx, row = case.gradients(rank), [0.0], edit(case), 0
+def replay_edit(case: Case, step: Any, state: Any, params: list[Tensor]) -> float:
+    gradients, worst, tx, row = case.gradients(), [0.0], edit(case), 0
     for t in range(int(case.hyper["steps"])):
         ends = case.arrays["applied"][t] >= 0
         params, state = step(tx, Round(0, 0) if ends else Round(), gradients(t, params), state, params)
-        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
+        worst += [case.off(p, f"p{i}.param", t) for i, p in enumerate(params)]
         if not ends:
             continue
         for u, places in enumerate(units(case)):
             (momenta,), of_unit = tree.fields(state.outer[u], "mu"), state.sync[u]
             for place, i in enumerate(places):
-                worst.append(case.off(state.anchor[i], f"p{i}.anchor", row, rank or 0))
-                worst.append(case.off(momenta[place], f"p{i}.outer_momentum", row, rank or 0))
+                worst.append(case.off(state.anchor[i], f"p{i}.anchor", row, 0))
+                worst.append(case.off(momenta[place], f"p{i}.outer_momentum", row, 0))
             found = {"ewma_mean": of_unit.history.mean, "ewma_var": of_unit.history.variance, "norm": of_unit.norm}
             # NaN is what was not recorded
             names = [k for k in found if not np.isnan(case.arrays.get(f"unit{u}.{k}", np.nan)).any()]
-            worst += [case.off(found[k], f"unit{u}.{k}", row, rank) for k in names]
+            worst += [case.off(found[k], f"unit{u}.{k}", row) for k in names]
             recorded = torch.from_numpy(case.arrays[f"unit{u}.outlier"][row].astype(bool))
-            assert torch.equal(of_unit.out, recorded if rank is None else recorded[rank])
+            assert torch.equal(of_unit.out, recorded)
             assert int(of_unit.number) == int(recorded.sum())
             assert int(of_unit.first) == (int(recorded.long().argmax()) if recorded.any() else -1)
         row += 1
@@ -332,14 +332,3 @@ def replay_edit(case: Case, step: Any, state: Any, params: list[Tensor], rank: i
 def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     """The authors' form of EDiT by a guard of one's own, for `fn.contrib.norm_guard` has not what is wrong."""
     assert 0 < replay_edit(case, *in_simulation(case, edit(case), all_fragments)) <= 1
-
-
-def replay_on_rank(case: Case, rank: int) -> float:
-    start = case.each("init")
-    return replay_edit(case, all_fragments, edit(case).init(start), start, rank)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    for found in ranks.run(world, on_this_rank, replay_on_rank, [case for case in RECORDED if case.world == world]):
-        assert 0 < max(found) <= 1

@@ -148,7 +148,7 @@ def test_the_runs_of_its_authors_code_are_replayed(case: Case) -> None:
     Differs: fn.contrib._primal_average.primal_average: averaging=None weighs all steps alike; the authors' code
         weighs them by the square of the largest learning rate so far, which is the same where the rate is constant.
     """
-    hyper, start, gradients = case.hyper["gpa"], case.each("init"), case.gradients(None)
+    hyper, start, gradients = case.hyper["gpa"], case.each("init"), case.gradients()
     rate, free = fn.scale_by_learning_rate(hyper["lr"]), hyper["type"] == "schedule_free"
     betas = hyper["beta1"], hyper["beta2"]
     average = fn.contrib.primal_average(

@@ -11,7 +11,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from golden_cases import recorded_form
-from recorded_rounds import Case, exact, in_simulation, inner_of, load, on_this_rank, outer_step, step_of
+from recorded_rounds import Case, exact, in_simulation, inner_of, load, outer_step, step_of
 from torch import Tensor
 
 import fn
@@ -283,20 +283,20 @@ def both(tx: tuple[fn.Transform, fn.Transform], when: Round, g: Any, s: TwiceSta
     return p, TwiceState(of_shared, of_rounds)
 
 
-def replayed(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+def replayed(case: Case, step: Any, state: Any, params: list[Tensor]) -> float:
     """Take all steps, from gradients at our own params; return how far off anything was, in units of the tolerance."""
-    gradients, worst, twice = case.gradients(rank), [0.0], case.row["method"] == "sparta_diloco"
+    gradients, worst, twice = case.gradients(), [0.0], case.row["method"] == "sparta_diloco"
     for t in range(int(case.hyper["steps"])):
         tx, when = recorded(case, t), Round(0, 0)
         if twice:
             tx, when = (tx, sparta_diloco(case)), Round(0, 0) if case.arrays["applied"][t] >= 0 else Round()
         params, state = step(tx, when, gradients(t, params), state, params)
-        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
+        worst += [case.off(p, f"p{i}.param", t) for i, p in enumerate(params)]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
             if twice or f"p0.{name}" in case.arrays:
                 inner = (state.shared if twice else state).inner
                 leaves = recorded_form(inner, field, case.hyper["inner"].get("betas"))
-                worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
+                worst += [case.off(x, f"p{i}.{name}", t) for i, x in enumerate(leaves)]
     return max(worst)
 
 
@@ -308,14 +308,3 @@ def how(case: Case) -> tuple[fn.Transform, Any]:
 @pytest.mark.parametrize("case", RECORDED, ids=[case.row["name"] for case in RECORDED])
 def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     assert 0 < replayed(case, *in_simulation(case, *how(case))) <= 1
-
-
-def replay_on_rank(case: Case, rank: int) -> float:
-    start, (first, of_rank) = case.each("init"), how(case)
-    return replayed(case, of_rank, first.init(start), start, rank)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    for found in ranks.run(world, on_this_rank, replay_on_rank, [case for case in RECORDED if case.world == world]):
-        assert 0 < max(found) <= 1

@@ -1,4 +1,4 @@
-"""Recorded runs of EF21, majority votes and SDP4Bit, in simulated ranks and real ones.
+"""Recorded runs of EF21, majority votes and SDP4Bit.
 
 `tests/golden/README_codecs.md` says what the arrays are. What no name of `fn` stands for is made here of public pieces:
 random positions, a second momentum, ties that move nothing, SDP4Bit's quantiser. On one rank an average is the
@@ -10,9 +10,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import ranks
 import torch
-from recorded_codes import FOLDER, Case, Found, Made, Tree, alone, in_simulation, load, off_here, run
+from recorded_codes import FOLDER, Case, Found, Made, Tree, alone, in_simulation, load, run
 from torch import Tensor
 
 import fn
@@ -158,13 +157,6 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     else:
         assert case.off({name: x for name, x in found.items() if name.endswith(".mu")}) <= 1
         assert case.off(found) > 1
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    cases = [case for case in CASES if case.world == world and named_alike(case)]
-    for found in ranks.run(world, off_here, made, cases):
-        assert 0 < max(found) <= 1, found
 
 
 def test_every_method_is_there() -> None:

@@ -7,19 +7,15 @@ is replayed by two that have the same gradients, since a mean of one rank is not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
-from golden_cases import recordings
+from golden_cases import Recording, recordings
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
@@ -29,11 +25,8 @@ from fn.transforms.low_rank import LowRankState
 FOLDER = Path(__file__).parent / "compressors"
 
 
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
+class Case(Recording):
+    """A recording of an average of low rank."""
 
     @property
     def hyper(self) -> dict[str, Any]:
@@ -44,10 +37,6 @@ class Case(NamedTuple):
         return max(2, int(self.row["world"]))
 
     @property
-    def count(self) -> int:
-        return len(self.row["shapes"])
-
-    @property
     def warmup(self) -> int:
         return int(self.hyper.get("start_powerSGD_iter", self.hyper.get("start_compressing_after_num_steps", 0)))
 
@@ -56,9 +45,6 @@ class Case(NamedTuple):
         q = self.arrays.get(f"{tensor}.Q")
         coded = self.row["method"] == "powersgd_torch" and q is not None and step > self.warmup
         return coded and any(not x.any() for x in q[self.warmup : step])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(self.count)]
 
     def given(self, name: str, i: int) -> Tensor | None:
         found = self.arrays.get(f"p{i}.{name}")
@@ -185,21 +171,18 @@ def errors_of(case: Case, state: Any) -> dict[int, Tensor]:
     return {i: e for i, e in enumerate(found) if isinstance(e, Tensor)}
 
 
-def replay(case: Case, step: Any, state: Any, params: Any, mean: Callable[[Tensor], Tensor], rank: int | None) -> float:
-    """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them.
-
-    Args: mean: of what the ranks have, over them.
-    """
+def replay(case: Case, step: Any, state: Any, params: Any) -> float:
+    """Take all steps; return how far off anything was, in units of the tolerance."""
     state, worst, grads = with_drawn(case, state, 0), 0.0, case.each("grad")
     for t in range(int(case.row["steps"])):
         if case.hyper.get("warm_start") is False and t > case.warmup:
             state = with_drawn(case, state, t - case.warmup)
         mine = [g[t].expand(case.world, *g.shape[2:]) for g in grads]
         when = Phase.WARMUP if t < case.warmup else Phase.COMPRESSED
-        params, state = step(when, mine if rank is None else [g[rank] for g in mine], state, params)
+        params, state = step(when, mine, state, params)
         found = {f"p{i}.param": p for i, p in enumerate(params)}
         name = "momentum" if case.row["method"] == "dion" else "error"
-        found |= {f"p{i}.{name}": mean(e).view(params[i].shape) for i, e in errors_of(case, state).items()}
+        found |= {f"p{i}.{name}": e.mean(0).view(params[i].shape) for i, e in errors_of(case, state).items()}
         for key in sorted(found):
             if t >= case.warmup and not case.lost_its_basis(key.split(".")[0], t):
                 worst = max(worst, case.off(found[key], key, t))
@@ -216,7 +199,7 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
         run = partial(step_of, tx, when)
         return fn.simulate(run, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims))(*args)
 
-    assert 0 < replay(case, step, state, start, lambda e: e.mean(0), None) <= 1
+    assert 0 < replay(case, step, state, start) <= 1
 
 
 def test_a_matrix_moves_on_after_steps_without_a_gradient() -> None:
@@ -238,21 +221,3 @@ def test_a_matrix_moves_on_after_steps_without_a_gradient() -> None:
 
     found = fn.simulate(on_rank, "data", 2, in_dims=1, out_dims=None)(grads)
     assert [bool(out.any()) for out in found] == [bool(g.any()) for g in grads]
-
-
-def replay_here(cases: list[Case]) -> list[float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    found = []
-    with fn.bind(mesh):
-        for case in cases:
-            tx, start = transform(case), case.each("init")
-            mean = partial(fn.pmean, axis="data")
-            found.append(replay(case, partial(step_of, tx), tx.init(start), start, mean, dist.get_rank()))
-    return found
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_recorded_run_of_each_method_is_replayed_by_real_ranks(world: int) -> None:
-    of_methods = {case.row["method"]: case for case in CASES if case.world == world}
-    for found in ranks.run(world, replay_here, [*of_methods.values()]):
-        assert 0 < max(found) <= 1

@@ -11,7 +11,6 @@ from typing import Any
 
 import chains
 import pytest
-import ranks
 import torch
 from own_pieces import (
     WHOLE,
@@ -28,7 +27,6 @@ from recorded_rounds import (
     in_simulation,
     inner_of,
     load,
-    on_this_rank,
     outer_step,
     replay,
     step_of,
@@ -101,19 +99,6 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     assert 0 < replay(case, method, *in_simulation(case, method.tx)) <= 1
 
 
-def replay_on_rank(case: Case, rank: int) -> float:
-    method, start = METHODS[case.row["method"]](case), case.each("init")
-    return replay(case, method, step_of, method.tx.init(start), start, rank)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    cases = [case for case in CASES if case.world == world]
-    assert cases
-    for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
-        assert 0 < max(found) <= 1
-
-
 def test_every_method_is_there() -> None:
     assert {case.row["method"] for case in CASES} == {*METHODS}
 
@@ -151,7 +136,7 @@ def test_the_outer_rate_counts_once_here(case: Case) -> None:
         the differences, too, where errors are fed back.
     """
     method, start = muloco(case, rate_twice=False), case.each("init")
-    (step, state, params), gradients = in_simulation(case, method.tx), case.gradients(None)
+    (step, state, params), gradients = in_simulation(case, method.tx), case.gradients()
     for t in range(case.hyper["H"]):
         params, state = step(method.tx, method.schedule(t), gradients(t, params), state, params)
     for p, ours, theirs in zip(start, state.anchor, case.each("anchor"), strict=True):
@@ -189,18 +174,12 @@ def two_rounds(make: Callable[[fn.Feedback], fn.Transform], gradients: list[Tens
     return params
 
 
-def two_rounds_on_rank(make: Callable[[fn.Feedback], fn.Transform], gradients: list[Tensor]) -> list[Tensor]:
-    return on_this_rank(lambda gradients, rank: two_rounds(make, [g[:, rank] for g in gradients]), [gradients])[0]
-
-
 def test_the_named_method_takes_a_codec_of_ones_own() -> None:
-    """Bitwise, with Muon inside, on simulated ranks and real ones."""
+    """Bitwise, with Muon inside."""
     gradients = [torch.randn(6, 3, *shape, generator=torch.Generator().manual_seed(len(shape))) for shape in SHAPES]
     run = fn.simulate(partial(two_rounds, named), "data", 3, in_dims=1, out_dims=None)
     found = run(gradients)
     others = fn.simulate(partial(two_rounds, by_hand), "data", 3, in_dims=1, out_dims=None)(gradients)
-    for rank in ranks.run(3, two_rounds_on_rank, named, gradients):
-        for x, y, z in zip(found, others, rank, strict=True):
-            assert torch.equal(x, y)
-            assert not torch.equal(x, torch.ones_like(x))
-            torch.testing.assert_close(z, x, rtol=0, atol=1e-6)
+    for x, y in zip(found, others, strict=True):
+        assert torch.equal(x, y)
+        assert not torch.equal(x, torch.ones_like(x))

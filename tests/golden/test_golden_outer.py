@@ -1,14 +1,13 @@
-"""Local steps follow the recorded runs of DiLoCo, Streaming DiLoCo and local SGD, in simulated ranks and real ones."""
+"""Local steps follow the recorded runs of DiLoCo, Streaming DiLoCo and local SGD."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from golden_cases import recorded_form
-from recorded_rounds import Case, in_simulation, inner_of, load, on_this_rank, step_of
+from recorded_rounds import Case, in_simulation, inner_of, load
 from torch import Tensor
 
 import fn
@@ -57,12 +56,12 @@ def transforms(case: Case, lr: Tensor) -> tuple[fn.Transform, fn.Transform]:
     return make(1.0), make(float("nan"))
 
 
-def replay(case: Case, step: Any, state: Any, params: list[Tensor], lr: Tensor, rank: int | None = None) -> float:
+def replay(case: Case, step: Any, state: Any, params: list[Tensor], lr: Tensor) -> float:
     """Take all steps, from gradients at our own params; return how far off anything was, in units of the tolerance.
 
-    Args: step: (tx, when, gradients, state, params) -> (params, state). rank: of the arrays; None: all ranks.
+    Args: step: (tx, when, gradients, state, params) -> (params, state).
     """
-    gradients = case.gradients(rank)
+    gradients = case.gradients()
     good, failing = transforms(case, lr)
     begun, ended, worst = [0] * case.count, [0] * case.count, 0.0
     attempt, exchange = 0, 0
@@ -77,28 +76,28 @@ def replay(case: Case, step: Any, state: Any, params: list[Tensor], lr: Tensor, 
             params, state = step(failing if spoil else good, when, gradients(t, params), state, params)
         if "bytes" in case.arrays and case.world > 1:
             assert (sent.total > 0) == bool(case.arrays["bytes"][t].any()), f"step {t}"
-        worst = max([worst, *(case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params))])
+        worst = max([worst, *(case.off(p, f"p{i}.param", t) for i, p in enumerate(params))])
         own = state.inner[1]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
             if f"p0.{name}" in case.arrays:
                 leaves = recorded_form(own.inner, field, case.hyper["inner"].get("betas"))
-                worst = max([worst, *(case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves))])
+                worst = max([worst, *(case.off(x, f"p{i}.{name}", t) for i, x in enumerate(leaves))])
         if not isinstance(when, Round) or "p0.anchor" not in case.arrays:
             continue
         if when.begin is not None:
             for i in fragments(case)[when.begin]:
                 if when.end is None and attempt not in failed:
-                    worst = max(worst, case.off(own.pending[i], f"p{i}.mean", begun[i], rank or 0))
+                    worst = max(worst, case.off(own.pending[i], f"p{i}.mean", begun[i], 0))
                 begun[i] += 1
             attempt += 1
         if when.end is not None:
             exchange += 1
             momenta = tree.fields(own.outer[when.end], "mu")
             for place, i in enumerate(fragments(case)[when.end]):
-                worst = max(worst, case.off(own.anchor[i], f"p{i}.anchor", ended[i], rank or 0))
+                worst = max(worst, case.off(own.anchor[i], f"p{i}.anchor", ended[i], 0))
                 if momenta:
                     buffer = momenta[0][place]
-                    worst = max(worst, case.off(buffer, f"p{i}.outer_momentum", ended[i], rank or 0))
+                    worst = max(worst, case.off(buffer, f"p{i}.outer_momentum", ended[i], 0))
                 ended[i] += 1
     return worst
 
@@ -132,16 +131,3 @@ def check_schedule(case: Case) -> None:
     steps = range(int(case.hyper["steps"]))
     schedule = fn.every(case.hyper["H"], fragments=len(fragments(case)), delay=case.hyper.get("tau", 0))
     assert [schedule(t) for t in steps] == [round_of(case, t) for t in steps]
-
-
-def replay_on_rank(case: Case, rank: int) -> float:
-    lr, start = outer_lr(case), case.each("init")
-    tx, _ = transforms(case, lr)
-    return replay(case, step_of, tx.init(start), start, lr, rank)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    cases = [case for case in CASES if case.world == world]
-    for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
-        assert 0 < max(found) <= 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import ranks
-from recorded_rounds import ROUNDS, Case, exact, in_simulation, inner_of, load, on_this_rank, step_of
+from recorded_rounds import ROUNDS, Case, exact, in_simulation, inner_of, load
 from torch import Tensor
 
 import fn
@@ -30,22 +29,22 @@ def pier(case: Case, number: int, *, warm: bool) -> fn.Transform:
     return fn.outer(inner_of(case.hyper["inner"]), outer_tx, exact())
 
 
-def replay_pier(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+def replay_pier(case: Case, step: Any, state: Any, params: list[Tensor]) -> float:
     """The warm-up is of local steps on averaged gradients, so that all ranks stay where one of them is."""
-    gradients, worst, h = case.gradients(rank), [0.0], case.hyper["H"]
+    gradients, worst, h = case.gradients(), [0.0], case.hyper["H"]
     for t in range(int(case.hyper["steps"])):
         (number, place), warm = divmod(t, h), t < case.hyper["warmup"]
         g = gradients(t, params)
         if warm:
-            g = [x.mean(0).expand_as(x).clone() for x in g] if rank is None else fn.pmean(g, "data")
+            g = [x.mean(0).expand_as(x).clone() for x in g]
         ends = place == h - 1
         params, state = step(pier(case, number, warm=warm), Round(0, 0) if ends else Round(), g, state, params)
-        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
+        worst += [case.off(p, f"p{i}.param", t) for i, p in enumerate(params)]
         if ends:
             (momenta,) = tree.fields(state.outer[0], "mu")
             for i, x in enumerate(state.anchor):
-                worst.append(case.off(x, f"p{i}.anchor", number, rank or 0))
-                worst.append(case.off(momenta[i], f"p{i}.outer_momentum", number, rank or 0))
+                worst.append(case.off(x, f"p{i}.anchor", number, 0))
+                worst.append(case.off(momenta[i], f"p{i}.outer_momentum", number, 0))
     return max(worst)
 
 
@@ -53,14 +52,3 @@ def replay_pier(case: Case, step: Any, state: Any, params: list[Tensor], rank: i
 def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     assert case.row["method"] == "pier"
     assert 0 < replay_pier(case, *in_simulation(case, pier(case, 0, warm=True))) <= 1
-
-
-def replay_on_rank(case: Case, rank: int) -> float:
-    start = case.each("init")
-    return replay_pier(case, step_of, pier(case, 0, warm=True).init(start), start, rank)
-
-
-def test_the_recorded_runs_are_replayed_by_real_ranks() -> None:
-    (case,) = [case for case in CASES if case.world == 2]
-    for found in ranks.run(2, on_this_rank, replay_on_rank, [case]):
-        assert 0 < max(found) <= 1

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from golden_cases import recorded_form
 from own_pieces import held_to_median
-from recorded_rounds import Case, in_simulation, load, on_this_rank, step_of
+from recorded_rounds import Case, in_simulation, load, step_of
 from torch import Tensor
 
 import fn
@@ -78,9 +77,9 @@ def transform(case: Case) -> fn.Transform:
     )
 
 
-def replay(case: Case, tx: fn.Transform, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them."""
-    gradients = case.gradients(rank)
+def replay(case: Case, tx: fn.Transform, step: Any, state: Any, params: list[Tensor]) -> float:
+    """Take all steps; return how far off anything was, in units of the tolerance."""
+    gradients = case.gradients()
     schedule, exchange, worst = fn.every(case.hyper["H"]), 0, 0.0
     for t in range(int(case.hyper["steps"])):
         when = schedule(t)
@@ -88,13 +87,13 @@ def replay(case: Case, tx: fn.Transform, step: Any, state: Any, params: list[Ten
         params, state = step(tx, when, gradients(t, params), state, params)
         found = {"param": params, **{name: recorded_form(state.inner, field) for name, field in MOMENTS.items()}}
         for name, each in found.items():
-            worst = max([worst, *(case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(each))])
+            worst = max([worst, *(case.off(x, f"p{i}.{name}", t) for i, x in enumerate(each))])
         if when == Round(0, 0):
             replicated = {"anchor": state.anchor}
             if "p0.outer_momentum" in case.arrays:
                 (replicated["outer_momentum"],) = tree.fields(state.outer, "mu")
             for name, each in replicated.items():
-                worst = max([worst, *(case.off(x, f"p{i}.{name}", exchange, rank or 0) for i, x in enumerate(each))])
+                worst = max([worst, *(case.off(x, f"p{i}.{name}", exchange, 0) for i, x in enumerate(each))])
             exchange += 1
     assert exchange == case.arrays["p0.anchor"].shape[0]
     return worst
@@ -136,19 +135,6 @@ def test_the_named_method_is_what_was_replayed_where_tiles_divide_the_sides():
         assert not torch.equal(x, p)
 
 
-def replay_on_rank(case: Case, rank: int) -> float:
-    tx, start = transform(case), case.each("init")
-    return replay(case, tx, step_of, tx.init(start), start, rank)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    cases = [case for case in CASES if case.world == world]
-    assert cases
-    for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
-        assert 0 < max(found) <= 1
-
-
 def deployed(case: Case) -> fn.Transform:
     """Return rounds of the deployed compressor, whose local step is the recorded difference itself."""
     outer = case.hyper["outer"]
@@ -165,9 +151,9 @@ def deployed(case: Case) -> fn.Transform:
     return fn.outer(fn.scale_by_learning_rate(1.0), fn.scale_by_learning_rate(1.0), fn.in_basis(basis, mean))
 
 
-def replay_deployed(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+def replay_deployed(case: Case, step: Any, state: Any, params: list[Tensor]) -> float:
     tx, schedule, worst = deployed(case), fn.every(2, delay=1), [0.0]
-    went = [x if rank is None else x[:, rank] for x in case.each("pseudo")]
+    went = case.each("pseudo")
     basis = authors_chunks(case.hyper["outer"]["chunk_size"], "SparseLoCo")
     sizes = [x.numel() for x in case.each("init")]
     for exchange in range(int(case.hyper["steps"])):
@@ -175,10 +161,9 @@ def replay_deployed(case: Case, step: Any, state: Any, params: list[Tensor], ran
         errors = {x.shape[-1]: x for each in tree.fields(state.sync, "worker") for x in each}
         assert {*errors} == {*sizes}
         for i, (n, mean) in enumerate(zip(sizes, state.pending, strict=True)):
-            worst.append(case.off(mean, f"p{i}.mean", exchange, None))
+            worst.append(case.off(mean, f"p{i}.mean", exchange))
             recorded = torch.from_numpy(case.arrays[f"p{i}.error"][exchange])
             theirs = torch.stack([basis.into(x)[0].flatten() for x in recorded])
-            theirs = theirs if rank is None else theirs[rank]
             allowed = case.row["tolerance"] * max(1.0, float(recorded.abs().max()))
             off = float((errors[n] - theirs).abs().max()) / allowed
             assert off <= 1, f"{case.row['name']} p{i}.error row {exchange}: off by {off} tolerances"
@@ -193,17 +178,6 @@ def replay_deployed(case: Case, step: Any, state: Any, params: list[Tensor], ran
 def test_the_deployed_exchanges_are_replayed_in_simulated_ranks(case: Case) -> None:
     """By a codec of the test's own: messages above the median norm weigh less. An even number of each chunk is sent."""
     assert 0 < replay_deployed(case, *in_simulation(case, deployed(case))) <= 1
-
-
-def replay_deployed_on_rank(case: Case, rank: int) -> float:
-    start = case.each("init")
-    return replay_deployed(case, step_of, deployed(case).init(start), start, rank)
-
-
-def test_the_deployed_exchanges_are_replayed_by_real_ranks() -> None:
-    for case in DEPLOYED:
-        for found in ranks.run(case.world, on_this_rank, replay_deployed_on_rank, [case]):
-            assert 0 < max(found) <= 1
 
 
 def test_every_method_of_the_index_is_replayed_here_or_beside() -> None:

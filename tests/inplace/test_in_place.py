@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -74,20 +73,14 @@ LAMB_CASES = [
 BY_NAME = {"onebit_adam": CASES, "onebit_lamb": LAMB_CASES}
 
 
-def use(rows: str) -> None:
-    if rows == "torch":
-        sys.modules["fn.kernels.table"].BUILT_IN = {
-            "cpu": {"numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"}
-        }
-        assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
-
-
 def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any]]:
     """Return, case by case, how many steps were taken in place, and what they differ in from the pure ones.
 
     Args: rows: "numba", or "torch" as where the extra `cpu` is not installed.
     """
-    use(rows)
+    if rows == "torch":
+        ranks.without("numba")
+        assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
     for hyper in BY_NAME[name][:: 1 if rows == "numba" and dist.get_world_size() > 1 else 4]:

@@ -24,6 +24,7 @@ def install(folder: Path, module: str, target: str, device: str = "cpu") -> None
 def pack_beside(folder: str) -> tuple[list[list[int]], list[str]]:
     """Return packed bits and what was warned of, with what is installed in a folder. For a process of its own."""
     sys.path.insert(0, folder)
+    ranks.without()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         packed = torch.ops.fn.pack_bits(torch.tensor([[1.0, -1.0, 1.0]])).tolist()
@@ -40,7 +41,8 @@ def toy(tmp_path):
 @pytest.mark.slow
 def test_an_installed_row_is_used(toy):
     code = """
-import sys, torch, fn
+import sys, torch, fn, ranks
+ranks.without()
 assert "fn_toy_device" not in sys.modules, "import fn loads no plug-in"
 x = torch.randn(4, 2, 48)
 mean = fn.simulate(lambda x: fn.reduce_scatter_mean(x, torch.zeros(96), "data", fn.sign(block=8), fn.classic())[0],

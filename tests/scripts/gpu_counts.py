@@ -41,9 +41,10 @@ from fn.collectives import primitives
 from fn.collectives.carriers import Carrier
 from fn.inplace import match
 from fn.inplace import sharded as sharded_in_place
-from fn.kernels import foreach, ops, reference, tracing
+from fn.kernels import foreach, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
+from fn.kernels.table import direct
 from fn.transforms import average, low_rank, owned, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
@@ -213,7 +214,7 @@ class Watch(TorchDispatchMode):
         name, kwargs = func._schema.name, kwargs or {}
         if name.startswith("fn::") and name[4:] in reference.REFERENCES:
             with self:
-                return ops.direct(name[4:], *args)
+                return direct(name[4:], *args)
         tensors = tensors_of(args, kwargs)
         if name == "aten::_local_scalar_dense":
             return self.read(func, args[0])

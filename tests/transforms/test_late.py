@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "late inside": (lambda: fn.late(fn.late(fn.adamw(axis="data"))), "tx: .* leave out one of the two fn.late"),
     "a rate in front": (
         lambda: fn.late(fn.chain(fn.scale_by_learning_rate(0.1), fn.average("data"))),
-        "last link that communicates, average, but got scale_by_learning_rate; put it behind that link, for what",
+        "last link that communicates, average, but got scale_by_learning_rate; put it behind that link, or the",
     ),
     "a decay inside": (
         lambda: fn.late(fn.owned(fn.chain(fn.scale_by_muon(), fn.add_decayed_weights(0.1)), "data")),

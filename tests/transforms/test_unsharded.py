@@ -151,8 +151,7 @@ def on_real_ranks(tcp: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("tcp", [True, False])
+@pytest.mark.parametrize(("world", "tcp"), [(2, False), (4, True)])
 def test_real_ranks_take_the_steps_of_simulated_ones(world: int, tcp: bool) -> None:
     """Over connections of our own and over gloo: updates to the bit, and bytes in the mean over the ranks."""
     of_ranks = ranks.run(world, on_real_ranks, tcp)

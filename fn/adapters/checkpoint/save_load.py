@@ -38,6 +38,7 @@ from fn.adapters.checkpoint.rows import EACH, everything, world
 from fn.adapters.optim.core import TORN, Core, device_of
 from fn.adapters.optim.hooks import agree
 from fn.adapters.optim.state_dict import OF_RANK, check_paths, marks_of, owned_elsewhere, place_of, restore
+from fn.arguments import check_whole
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp import timeout_of
 from fn.errors import expected
@@ -227,8 +228,7 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
             wanted = f"leaf {path or 'the root'!r} to be a tensor, as in a model's state_dict()"
             cure = "save a scheduler's numbers with torch.save"
             raise TypeError(expected("extra", wanted, type(leaf).__name__, cure))
-    if keep < 1:
-        raise ValueError(expected("keep", "a whole number of at least 1", f"{keep}"))
+    check_whole("keep", keep, 1)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world()[0] == 0:
         text = (

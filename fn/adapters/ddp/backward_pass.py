@@ -4,10 +4,9 @@ DDP reports gradients in buckets that it rearranges after the first pass. What t
 so that errors belong to parameters and outlive any rearrangement. In the order of a pass:
 
 1. `DdpHook` or `GradientHooks` is told of a gradient by DDP or by autograd. The first one begins a `BackwardPass`.
-2. `Arrivals` notes the gradients. A bucket leaves when its last gradient has arrived and all buckets before it have
-   left, so all ranks send in one order.
-3. `BackwardPass` gives the job of a bucket to one of the `Threads`. If a job fails, no later one is begun, because the
-   peers may be gone.
+2. A bucket leaves when its last gradient has arrived and all buckets before it have left, so all ranks send in one
+   order.
+3. Its job goes to one of the `Threads`. If a job fails, no later one is begun, because the peers may be gone.
 4. The buckets that are not complete leave last, with zeros for what is missing: averaged gradients at the end of the
    pass, and overlapped steps in `step`, when all gradients are there that are to come.
 """
@@ -15,9 +14,8 @@ so that errors belong to parameters and outlive any rearrangement. In the order 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,8 +26,8 @@ from torch.autograd import Variable
 from fn.collectives.axis import Binding
 from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.ledger import ledger
-from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
-from fn.errors import PeerLost, RanksDisagree, RefusedByAll
+from fn.collectives.transports.failure_detection import falling_silent, raising_peer_lost
+from fn.errors import PeerLost
 
 Bucket = Sequence[Tensor]
 """Parameters that travel together."""
@@ -45,48 +43,6 @@ def leaving_order(buckets: Sequence[Bucket], params: Iterable[Tensor]) -> list[i
     # A bucket with a parameter that is none of the model's leaves last, for no backward pass completes it.
     first = [min((position.get(id(p), -1) for p in bucket), default=-1) for bucket in buckets]
     return sorted(range(len(buckets)), key=lambda i: (-first[i], i))
-
-
-class Arrivals:
-    """The gradients of one backward pass, and which buckets of them are complete.
-
-    Args: order: in which the buckets leave, the same on all ranks.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], order: Sequence[int]):
-        self._buckets = buckets
-        self.to_leave = list(order)
-        self._places = {id(p): (i, j) for i, bucket in enumerate(buckets) for j, p in enumerate(bucket)}
-        self._arrived: list[dict[int, Tensor]] = [{} for _ in buckets]
-        self._awaited = [sum(p.requires_grad for p in bucket) for bucket in buckets]
-
-    def add(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> list[int]:
-        """Note gradients; return the buckets that can leave now. Parameters of no bucket are passed over."""
-        for p, g in zip(params, grads, strict=True):
-            if (place := self._places.get(id(p))) is not None:
-                i, j = place
-                # A gradient that comes again, from a pass inside of this one, replaces the first, and counts once.
-                self._awaited[i] -= j not in self._arrived[i]
-                self._arrived[i][j] = g
-        ready: list[int] = []
-        # From the front only: else two ranks might send different buckets at a time, and mix up their numbers.
-        while self.to_leave and self._awaited[self.to_leave[0]] == 0:
-            ready.append(self.to_leave.pop(0))
-        return ready
-
-    def held_back(self) -> list[Tensor]:
-        """Return the parameters of the buckets that have not left."""
-        return [p for i in self.to_leave for p in self._buckets[i]]
-
-    def rest(self) -> list[int]:
-        """Return the buckets that have not left, which leave now; those with parameters outside of the pass."""
-        rest, self.to_leave = self.to_leave, []
-        return rest
-
-    def grads(self, bucket: int) -> list[Tensor]:
-        """Return a gradient per parameter of a bucket, zeros where none came."""
-        arrived = self._arrived[bucket]
-        return [arrived[j] if j in arrived else p.new_zeros(p.shape) for j, p in enumerate(self._buckets[bucket])]
 
 
 class Threads:
@@ -113,17 +69,9 @@ class Threads:
         """Return a context for jobs; on a loss this rank falls silent on all threads, where others may wait for it."""
         return raising_peer_lost(self._transports, self._of_all)
 
-    @contextmanager
-    def falling_silent(self) -> Iterator[None]:
-        """Close this rank's connections where it fails alone, so that the others raise `PeerLost` and do not wait."""
-        try:
-            yield
-        except (RanksDisagree, RefusedByAll):
-            raise  # on all ranks alike
-        except BaseException:
-            for transport in self._of_all:
-                abort_connections(transport)
-            raise
+    def falling_silent(self) -> Any:
+        """Return a context in which this rank falls silent on all threads where it fails alone."""
+        return falling_silent(self._of_all)
 
     def catch_up(self) -> None:
         """Let this thread's stream wait for what the jobs have queued on theirs."""
@@ -139,35 +87,49 @@ class Threads:
 class BackwardPass:
     """The messages of one backward pass: those that were sent, and those that are still to come.
 
-    Args: job_of: (bucket, its gradients) -> the job that sends them, made when the bucket leaves.
+    Args: order: in which the buckets leave, the same on all ranks. job_of: (bucket, its gradients) -> the job that
+        sends them, made when the bucket leaves.
     """
 
     def __init__(
         self, threads: Threads, buckets: Sequence[Bucket], order: Sequence[int],
         job_of: Callable[[int, list[Tensor]], Callable[[], Any]],
     ):  # fmt: skip
-        self._threads, self._arrivals, self._job_of = threads, Arrivals(buckets, order), job_of
+        self._threads, self._buckets, self._job_of, self._to_leave = threads, buckets, job_of, [*order]
+        self._places = {id(p): (i, j) for i, bucket in enumerate(buckets) for j, p in enumerate(bucket)}
+        self._arrived: list[dict[int, Tensor]] = [{} for _ in buckets]
+        self._awaited = [sum(p.requires_grad for p in bucket) for bucket in buckets]
         self._jobs: dict[int, Future[Any]] = {}  # by bucket
         self._bytes: dict[int, int] = {}
         self._error: BaseException | None = None
 
     def arrive(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
-        """Take gradients; send the buckets that they complete."""
-        self._send(self._arrivals.add(params, grads))
+        """Take gradients, and send the buckets that can leave now. Parameters of no bucket are passed over."""
+        for p, g in zip(params, grads, strict=True):
+            if (place := self._places.get(id(p))) is not None:
+                i, j = place
+                # A gradient that comes again, from a pass inside of this one, replaces the first, and counts once.
+                self._awaited[i] -= j not in self._arrived[i]
+                self._arrived[i][j] = g
+        # From the front only: else two ranks might send different buckets at a time, and mix up their numbers.
+        while self._to_leave and self._awaited[self._to_leave[0]] == 0:
+            self._send(self._to_leave.pop(0))
 
     def held_back(self) -> list[Tensor]:
         """Return the parameters of the buckets that have not left."""
-        return self._arrivals.held_back()
+        return [p for i in self._to_leave for p in self._buckets[i]]
 
     def end(self) -> None:
-        """Send the buckets that have not left, zeros for what is missing."""
-        self._send(self._arrivals.rest())
+        """Send the buckets that have not left, zeros for what is missing; those with parameters outside of the pass."""
+        while self._to_leave:
+            self._send(self._to_leave.pop(0))
 
-    def _send(self, buckets: Iterable[int]) -> None:
-        for bucket in buckets:
-            job = partial(self._run, bucket, self._job_of(bucket, self._arrivals.grads(bucket)))
-            # By the number in the pass, which is the same on all ranks, and so is the thread, and its process group.
-            self._jobs[bucket] = self._threads.submit(len(self._jobs), job)
+    def _send(self, bucket: int) -> None:
+        arrived = self._arrived[bucket]
+        grads = [arrived[j] if j in arrived else p.new_zeros(p.shape) for j, p in enumerate(self._buckets[bucket])]
+        job = partial(self._run, bucket, self._job_of(bucket, grads))
+        # By the number in the pass, which is the same on all ranks, and so is the thread, and its process group.
+        self._jobs[bucket] = self._threads.submit(len(self._jobs), job)
 
     def _run(self, bucket: int, job: Callable[[], Any]) -> Any:
         if self._error is not None:  # of another bucket: the peers may be gone

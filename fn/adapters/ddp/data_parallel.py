@@ -131,7 +131,8 @@ def overlap(
     if len(optimizer.units) != len(optimizer.param_groups):
         raise ValueError(expected("optimizer", "one that steps param groups one by one", type(optimizer).__name__))
     if optimizer.max_norm is not None:
-        raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
+        cure = "use keep_local(model) in place of overlap, for the global norm is known only after the backward pass"
+        raise ValueError(f"optimizer: clips by max_norm; {cure}")
     if any(isinstance(part, DistributedDataParallel) for part in model.modules() if part is not model):
         wanted, got = "a module without a DistributedDataParallel inside", f"{type(model).__name__}, which holds one"
         raise TypeError(expected("model", wanted, got, "pass that part itself, for it averages gradients"))

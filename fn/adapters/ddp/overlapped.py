@@ -13,8 +13,8 @@ were changed are refused: which of them the others were sent nobody knows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fn.collectives.agreement import gather_values
 from fn.collectives.axis import Binding
 from fn.collectives.profiling import Watchers, watched_by
 from fn.inplace.protocol import Staged, settled
+from fn.kernels.flags import temporarily
 
 logger = logging.getLogger("fn")
 
@@ -67,17 +68,12 @@ class Overlap:
     _pass: BackwardPass | None
     """The backward pass whose gradients are sent as they arrive; None where they are left to the step."""
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[bool]:
         """Let backward passes only add to the gradients; the first one outside sends their sums.
 
         As DDP's, which a model in DDP goes on using.
         """
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+        return temporarily(self, "is_paused", True)
 
     def is_on(self, phase: Phase) -> bool:
         """Tell whether steps of a phase are overlapped."""
@@ -246,7 +242,7 @@ class Changes:
         def error() -> ValueError:
             pairs = enumerate(zip(now, left, strict=True))
             changed = next(g for g, pair in pairs if not _near(pair[:1], pair[1:], factor))
-            clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap"
+            clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in place of overlap"
             clips = clips if maker == "overlap" else f"{maker}(..., max_norm=...)"
             return ValueError(
                 f"gradients of param group {changed}: expected those that backward left, from which the step is taken, "

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fn.arguments import check_interval, check_whole
 from fn.collectives import messages
 from fn.collectives.agreement import check_agreement, describe_leaves, device_of
 from fn.collectives.axis import axis_size
@@ -97,10 +98,8 @@ def loco_quant_reduce(
     Raises: ValueError if a tensor cannot be divided into G groups of a multiple of 8 elements, G a multiple of W, which
         is not checked there; if an argument is out of range; or if the errors are of other tensors.
     """
-    if not 0 <= err_beta < 1:
-        raise ValueError(expected("err_beta", "a number in [0, 1)", f"{err_beta}"))
-    if reset_T < 0:
-        raise ValueError(expected("reset_T", "a whole number of at least 0", f"{reset_T}"))
+    check_interval("err_beta", err_beta, "[0, 1)")
+    check_whole("reset_T", reset_T, 0)
     plans = [_groups(t, i, local_axis, node_axis) for i, t in enumerate(tensors)]
     start = errors is None
     if start:

@@ -391,7 +391,7 @@ class OnebitLamb(DeepSpeedOptimizer):
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the hyper-parameters of the groups' transform, those of the first group under their own names."""
-        each = [hyper_parameters(group, self.make) for group in given]
+        each = [hyper_parameters(group, self.arguments) for group in given]
         return {f"{name} of group {g}" if g else name: x for g, hyper in enumerate(each) for name, x in hyper.items()}
 
     def prepared(self, group: dict[str, Any]) -> Unit:

@@ -27,9 +27,9 @@ from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
 from fn.collectives.background import Background
 from fn.collectives.profiling import step_range
-from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
+from fn.collectives.transports.failure_detection import falling_silent, raising_peer_lost
 from fn.compiling import original
-from fn.errors import RanksDisagree, RefusedByAll, expected
+from fn.errors import expected
 from fn.inplace.match import in_place
 from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, written_into
 from fn.inplace.own_memory import in_own_memory
@@ -221,21 +221,14 @@ class Core(torch.optim.Optimizer):
 
     @contextmanager
     def communicating(self, left: str) -> Iterator[None]:
-        """Bind the axes; where this rank fails alone, fall silent, so that the others raise `PeerLost` and do not wait.
+        """Bind the axes; where this rank fails alone, fall silent.
 
         Args: left: how parameters and state are then.
         """
         wires = self.wires
-        with in_turn(wires):
+        with in_turn(wires), self.binding, falling_silent(wires.values()), raising_peer_lost(wires, left=left):
             try:
-                with self.binding, raising_peer_lost(wires, left=left):
-                    yield
-            except (RanksDisagree, RefusedByAll):
-                raise  # on all ranks alike
-            except BaseException:  # Ctrl-C, too
-                for wire in wires.values():
-                    abort_connections(wire)
-                raise
+                yield
             finally:
                 # What was staged and not taken is of this step's numbers; the next step must not write it.
                 self.staged.clear()
@@ -377,7 +370,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     begin, end = round_
     at_once = begin == end
     live, params = [unit.state for unit in core.units], [unit.params for unit in core.units]
-    landed = live if at_once or end is None else with_leaves(live, arrived(core, end))
+    landed = live if at_once or end is None else tree.with_leaves(live, arrived(core, end))
     states, new, flight, carried = landed, params, None, dict[int, Tensor]()
     compare, heard = nothing, list[Tensor]()
     if begin is not None:
@@ -389,7 +382,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
         with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
             compare()
         states, new = each(core, "mean", begin, states, new)
-    noted = [] if at_once else leaves(states)
+    noted = [] if at_once else tree.leaves(states)
     if end is not None:
         with flags.assumed() as assumed:
             taken = each(core, "outer", end, states, new)
@@ -399,9 +392,9 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
             # Nothing is sent in this part, so a rank may take it again alone.
             taken = each(core, "outer", end, states, new)
         states, new = taken
-    before, after = leaves(live), leaves(states)
+    before, after = tree.leaves(live), tree.leaves(states)
     if begin is not None and not at_once:  # what the difference wrote travels with the mean, and lands with it
-        changed = (i for i, x in enumerate(leaves(landed)) if noted[i] is not x and after[i] is noted[i])
+        changed = (i for i, x in enumerate(tree.leaves(landed)) if noted[i] is not x and after[i] is noted[i])
         carried = {i: noted[i] for i in changed}
         flight = fly(core, begin, states, carried)
     # What lands with the mean is not written now: until then these leaves stay as they were.
@@ -458,7 +451,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
     states = [roles.replace(state, "taken", partial(tree.map, Tensor.detach)) for state in states]
     # A copy and a number, not the optimizer's: the job may run while the training changes both.
     earlier, steps, device = [*core.flights], core.steps, device_of(core)
-    given, live = leaves(states), leaves([unit.state for unit in core.units])
+    given, live = tree.leaves(states), tree.leaves([unit.state for unit in core.units])
     # () -> the shape of p, without memory. NaN, so that a mean that calculates with params is seen to do so.
     unread = [tree.map(lambda p: p.new_full((), torch.nan).expand_as(p), unit.params) for unit in core.units]
     changed: dict[int, Tensor] = {}
@@ -467,18 +460,18 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         # Jobs run one after the other, so what earlier means change is known by now. A leaf that the difference of this
         # exchange has made anew stays as it is: that difference was taken with it.
         base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
-        from_states = with_leaves(states, base)
+        from_states = tree.with_leaves(states, base)
         compare = core.announce(number, steps)
         if device.type == "cpu":
             compare()  # on an accelerator whoever queues the job would wait here for the other ranks
         from_states = core.clipped(from_states, "taken")
         averaged, returned = each(core, "mean", number, from_states, unread)
         averaged = left_out_together(from_states, core.clipped(averaged, "mean"))
-        if any(x is not p for x, p in zip(leaves(returned), leaves(unread), strict=True)):
+        if any(x is not p for x, p in zip(tree.leaves(returned), tree.leaves(unread), strict=True)):
             wanted = "`mean` to return the params that it got, for local steps move them while it travels"
             cure = "return params in `outer`, or use a schedule without a delay"
             raise ValueError(expected("exchange", wanted, "others", cure))
-        pairs = enumerate(zip(leaves(from_states), leaves(averaged), strict=True))
+        pairs = enumerate(zip(tree.leaves(from_states), tree.leaves(averaged), strict=True))
         changed.update(carried | {i: x for i, (was, x) in pairs if x is not was})
         return compare
 
@@ -520,7 +513,7 @@ def land(core: Core) -> None:
     """
     while core.flights:
         changed = arrived(core, core.flights[0].number)
-        before = leaves([unit.state for unit in core.units])
+        before = tree.leaves([unit.state for unit in core.units])
         write = written_into([before[i] for i in changed], [*changed.values()])
         with core.writing(), torch.no_grad():
             write()
@@ -532,7 +525,7 @@ def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
     if weight == 1.0:
         return noted
     # Only what was noted now: a difference of another fragment, on its way since before, has its weight already.
-    own = {id(x) for x, was in zip(leaves(noted), leaves(before), strict=True) if x is not was}
+    own = {id(x) for x, was in zip(tree.leaves(noted), tree.leaves(before), strict=True) if x is not was}
     scaled = partial(tree.map, lambda x: weight * x if id(x) in own else x)
     found: list[Tree] = roles.replace(noted, "difference", scaled)
     return found
@@ -540,7 +533,7 @@ def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
 
 def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Callable[[], None]:
     """Return a function that writes new params into the params, rounded to their dtype. state: is written before."""
-    olds, news = leaves(params), leaves(new)
+    olds, news = tree.leaves(params), tree.leaves(new)
     if [x.shape for x in news] != [p.shape for p in olds]:
         wanted = f"params of the shapes {[tuple(p.shape) for p in olds]}"
         raise ValueError(expected("exchange", wanted, f"{[tuple(x.shape) for x in news]}"))
@@ -583,14 +576,3 @@ def count_of(core: Core, role: str) -> int:
 def device_of(core: Core) -> torch.device:
     """Return the device of the first param; the CPU if there is none."""
     return next((p.device for group in core.param_groups for p in group["params"]), torch.device("cpu"))
-
-
-def leaves(trees: list[Tree]) -> list[Tensor]:
-    """Return the leaves of several trees, one after the other."""
-    return [leaf for each_tree in trees for leaf in tree.leaves(each_tree)]
-
-
-def with_leaves(trees: list[Tree], new: dict[int, Tensor]) -> list[Tree]:
-    """Return trees with other leaves at some places. Args: new: by their places among `leaves`."""
-    flat = iter([new.get(i, x) for i, x in enumerate(leaves(trees))])
-    return [tree.map(lambda _: next(flat), each_tree) for each_tree in trees]

@@ -17,7 +17,7 @@ from torch import Tensor
 from fn import roles, tree
 from fn.arguments import check_number
 from fn.base import Phase, Transform, chain, facts_of
-from fn.collectives.axis import ALONE, Axis, Binding, axis_size
+from fn.collectives.axis import Binding, alone, axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RefusedByAll, expected
@@ -112,8 +112,7 @@ def without_average(binding: Binding, phase: Phase, axis: str | None, states: Tr
     if axis is None or phase is not Phase.WARMUP or _is_coded(phase, states) or _have_their_own(states):
         return binding
     # An average over one rank returns what it is given, and sends nothing.
-    alone = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
-    return Binding({**binding.axes, axis: alone})
+    return Binding({**binding.axes, **alone([axis]).axes})
 
 
 def _is_coded(phase: Phase, states: Tree) -> bool:
@@ -161,8 +160,8 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
     """
     if max_grad_norm:
         cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "
-        cure += "keep_local(model) in the place of overlap"
-        wanted = "0, for a trainer clips the gradients of each rank by a norm of their own"
+        cure += "keep_local(model) in place of overlap"
+        wanted = "0, because a trainer clips the gradients of each rank by that rank's norm"
         raise ValueError(expected("max_grad_norm", wanted, f"{max_grad_norm}", cure))
 
 

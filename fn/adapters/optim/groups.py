@@ -22,6 +22,8 @@ from fn.base import Transform
 from fn.errors import expected
 from fn.inplace.memory import is_folded, overlaps
 
+Arguments = Mapping[str, inspect.Parameter]
+
 OF_TORCH = frozenset(
     ["params", "lr", "param_names", "name", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"]
 )
@@ -87,8 +89,8 @@ def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')")
 
 def check_known(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
     """Refuse entries that `make` does not take, with a TypeError that names them all and what it takes."""
-    names, takes_any = arguments_of(make)
-    unknown = [] if takes_any else [name for name in given if name not in names]
+    names = arguments_of(make)
+    unknown = [] if takes_any(names) else [name for name in given if name not in names]
     if unknown:
         called = getattr(getattr(make, "func", make), "__name__", "make")
         some = f"is not an argument of {called}" if len(unknown) == 1 else f"are no arguments of {called}"
@@ -98,23 +100,22 @@ def check_known(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
         )
 
 
-def arguments_of(make: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Return the names of a function's arguments, and whether it takes any others, too."""
-    known = signature_of(make).values()
-    return [p.name for p in known], any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known)
-
-
-def signature_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def arguments_of(make: Callable[..., Any]) -> Arguments:
     """Return the arguments of a function by name."""
     return inspect.signature(make).parameters
 
 
-def spell_betas(given: dict[str, Any], make: Callable[..., Any], defaults: Mapping[str, Any] | None = None) -> None:
+def takes_any(arguments: Arguments) -> bool:
+    """Return whether a function takes arguments by any other name, too."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in arguments.values())
+
+
+def spell_betas(given: dict[str, Any], arguments: Arguments, defaults: Mapping[str, Any] | None = None) -> None:
     """Write b1 and b2 as torch's `betas`, which its schedulers look for, where `make` takes the one or the other.
 
-    Args: given: entries of a group, or its defaults. defaults: whose betas stand for what is not given.
+    Args: given: entries of a group, or its defaults. arguments: of `make`. defaults: whose betas stand for what is not
+        given.
     """
-    arguments = signature_of(make)
     if "betas" in arguments and isinstance(arguments["betas"].default, tuple):
         given.setdefault("betas", (defaults or {}).get("betas", arguments["betas"].default))
     elif {"b1", "b2"} <= arguments.keys() and "betas" not in given:
@@ -130,26 +131,26 @@ def show_defaults(group: dict[str, Any], make: Callable[..., Any]) -> None:
 
     Raises: TypeError if `make` takes no learning rate, or not what the group holds.
     """
-    names, takes_any = arguments_of(make)
-    if "lr" not in names and not takes_any:
+    names = arguments_of(make)
+    if "lr" not in names and not takes_any(names):
         cure = "give one that does: lambda lr: fn.chain(..., fn.scale_by_learning_rate(lr))"
         called = getattr(getattr(make, "func", make), "__name__", "make")
         got = f"{called}, which takes {', '.join(names) or 'nothing'}"
         raise TypeError(expected("make", "a function that takes lr", got, cure))
-    given = hyper_parameters(group, make)
+    given = hyper_parameters(group, names)
     check_known(given, make)
-    for name, argument in signature_of(make).items():
+    for name, argument in names.items():
         if isinstance(argument.default, int | float) and name not in {*given, "lr"}:
             group[name] = argument.default
 
 
-def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the entries of a group that `make` is called with, the learning rate aside.
+def hyper_parameters(group: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """Return the entries of a group that `make`, with these arguments, is called with, the learning rate aside.
 
     Raises: TypeError for betas in both spellings; ValueError for betas that are no pair.
     """
-    given, names = {name: x for name, x in group.items() if name not in OF_TORCH}, arguments_of(make)[0]
-    if "betas" in given and "betas" not in names and {"b1", "b2"} <= {*names}:
+    given = {name: x for name, x in group.items() if name not in OF_TORCH}
+    if "betas" in given and "betas" not in arguments and {"b1", "b2"} <= arguments.keys():
         betas, twice = given.pop("betas"), ", ".join(sorted(given.keys() & {"b1", "b2"}))
         if twice:
             raise TypeError(expected("betas", "one of the two spellings in a param group", f"betas and {twice}"))

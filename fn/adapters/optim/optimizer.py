@@ -105,19 +105,19 @@ class Optimizer(Core):
         refuse_averaged: bool = True,
         **defaults: Any,
     ):
-        self.make = groups.check_make(make)
+        self.make, self.arguments = groups.check_make(make), groups.arguments_of(make)
         self.untrained: list[tuple[str, Tensor]] = []  # what required no gradients, and has no state
         # phases whose first step looks at its gradients
         self.doubts = {Phase.WARMUP, Phase.COMPRESSED} if refuse_averaged else set[Phase]()
         self.taken = set[Phase]()  # phases of the steps so far
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
-        axes = axes_of(make, binding, listed, {"lr": lr, **defaults})
+        axes = axes_of(self.make, binding, listed, {"lr": lr, **defaults})
         # Compared before super().__init__ makes states, which communicates: ranks with other groups would wait there.
         with binding:
             agree.check_listed(axes, listed, {"max_norm": max_norm, **describe(schedule)})
         gradients.check_max_norm(max_norm, axes)
-        groups.spell_betas(defaults, make)
+        groups.spell_betas(defaults, self.arguments)
         rate = {"lr": lr, **defaults}
         super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
         watch.at_start(self, given=given)
@@ -132,7 +132,7 @@ class Optimizer(Core):
         before, frozen, problem, unit = len(self.param_groups), self.untrained, None, None
         try:
             try:
-                groups.spell_betas(param_group, self.make, self.defaults)
+                groups.spell_betas(param_group, self.arguments, self.defaults)
                 super().add_param_group(param_group)
                 unit = self.prepared(self.param_groups[-1])
             except Exception as error:  # told to the other ranks, which would wait for this one where states are made
@@ -181,17 +181,17 @@ class Optimizer(Core):
 
     def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the hyper-parameters that the transform of a unit is made with, but for the learning rates."""
-        return groups.hyper_parameters(given[0], self.make)
+        return groups.hyper_parameters(given[0], self.arguments)
 
     def made(self, given: list[dict[str, Any]], rates: list[Tensor]) -> Transform:
         """Return the guarded transform that `make` makes for one param group; it is given `shards` if it takes them."""
         (group,), (rate,) = given, rates
-        argument, more = groups.signature_of(self.make).get("shards"), {}
+        argument, more = self.arguments.get("shards"), {}
         division = division_of(group["params"]) if argument is not None and argument.default is None else None
         if division is not None:
             self.binding, more = division.bound(self.binding), {"shards": division.shards}
         with self.binding:
-            transform = self.make(lr=rate, **{**more, **groups.hyper_parameters(group, self.make)})
+            transform = self.make(lr=rate, **{**more, **groups.hyper_parameters(group, self.arguments)})
             check_is_transform("make's result", transform)
             guarded = isinstance(transform.warmup_update, Guarded)
         return transform if guarded else skip_nonfinite(transform)
@@ -362,7 +362,7 @@ class Optimizer(Core):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy needs: none that hold on to this one's learning rates, nor its hooks."""
         land(self)
-        of_this_one = {"step", "updates", "staged", "flights", "background", "ahead"}
+        of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
         # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
@@ -372,6 +372,7 @@ class Optimizer(Core):
         """Become a copy, with transforms, learning rates and default hooks of its own."""
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it; no transform takes it
+        self.arguments = groups.arguments_of(self.make)
         self.refused = TORN if self.refused == TORN else ""  # a copy may step inside of `agreed_params`
         self.updates, self.staged, self.flights, self.ahead, self.background = {}, {}, [], None, Background()
         self.remake()
@@ -443,14 +444,14 @@ def axes_of(make: Callable[..., Transform], binding: Binding, listed: list[Any],
     has_shards = any(isinstance(p, DTensor) for p in members)
     if len(binding.axes) < 2 and not has_shards:
         return list(binding.axes)  # there is nothing to choose, so `make` is called once only
-    named = set[str]()
+    named, arguments = set[str](), groups.arguments_of(make)
     for group in given:
         try:
             with binding:
                 spelled = {**defaults, **{k: v for k, v in group.items() if k != "params"}}
-                groups.spell_betas(spelled, make)
+                groups.spell_betas(spelled, arguments)
                 lr = torch.as_tensor(spelled["lr"], dtype=torch.float32, device="cpu")
-                named |= {*facts_of(make(lr=lr, **groups.hyper_parameters(spelled, make))).axes}
+                named |= {*facts_of(make(lr=lr, **groups.hyper_parameters(spelled, arguments))).axes}
         except Exception:
             return list(binding.axes)
     return [axis for axis in binding.axes if axis in named] or ([] if has_shards else list(binding.axes))

@@ -21,14 +21,12 @@ from fn import roles, tree
 from fn.adapters.optim import groups
 from fn.adapters.optim.core import TORN, Core, Unit
 from fn.adapters.optim.shards import as_dtensor, division_of, pieces
-from fn.collectives.axis import ALONE, Axis, Binding
+from fn.collectives.axis import alone
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
 from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
 from fn.schedules import Remembering
-
-Tree = Any
 
 FORMAT, VERSION = "format", 5
 """The key of the number of this format, int64; fn 0.3 and before saved none."""
@@ -196,8 +194,6 @@ def divided(core: Core) -> dict[str, DTensor]:
     To find the parameter of a leaf, init makes a state of stand-ins, no two of which have the same shape.
     """
     found, marks = dict[str, DTensor](), marks_of(core)
-    one = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
-    alone = Binding(dict.fromkeys(core.binding.axes, one))  # nothing is sent
     for u, unit in enumerate(core.units):
         params = [p for group in unit.groups for p in group["params"]]
         if not any(isinstance(p, DTensor) for p in params):
@@ -209,7 +205,7 @@ def divided(core: Core) -> dict[str, DTensor]:
         members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
         like = {shape: p for shape, p in zip(shapes, params, strict=True) if p.ndim and isinstance(p, DTensor)}
-        with alone:
+        with alone(core.binding.axes):
             state = tree.by_path(unit.transform.init(stand_ins), f"state.{u}.")
         for path, x in tree.by_path(unit.state, f"state.{u}.").items():
             p = like.get(tuple(state[path].shape)) if path in state and marks[path] in (SAME, OWN) else None

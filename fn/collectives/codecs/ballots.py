@@ -15,8 +15,6 @@ from fn.errors import expected
 from fn.kernels import ops  # noqa: F401  it defines torch.ops.fn
 from fn.kernels.tracing import cached_plan
 
-Tree = Any
-
 TIES = ("alternate", "even", "plus")
 """How a zero may vote."""
 

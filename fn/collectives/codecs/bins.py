@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from fn.collectives.codecs.codec import Codec, by_width, pack, unpack
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
-
-Tree = Any
 
 FEW = 16
 """Levels up to which a pass for each is faster than scattered additions, and gives the same bits on every device."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from fn.arguments import check_whole
-from fn.collectives.codecs.codec import Codec, Segments, segments_of, tile
+from fn.collectives.codecs.codec import Codec
+from fn.collectives.codecs.integer import checked_block, in_blocks
 from fn.errors import expected
-from fn.kernels.tracing import cached_plan
-
-Tree = Any
 
 MANTISSAS = {"e4m3": 3, "e5m2": 2}
 """The bits of the mantissa of each format."""
@@ -59,34 +55,8 @@ def fp8(block: int = 256, format: str = "e4m3") -> Codec:
     Paper: Micikevicius et al., FP8 Formats for Deep Learning (arXiv 2209.05433), for the formats.
     Differs: each block has a scale, where the paper has one for a tensor.
     """
-    check_whole("block", block)
-    if block <= 0 or block % 8:
-        raise ValueError(expected("block", "a positive multiple of 8", f"{block}"))
+    block = checked_block(block)
     if format not in MANTISSAS:
         raise ValueError(expected("format", "'e4m3' or 'e5m2'", f"{format!r}"))
-    return _fp8(MANTISSAS[format], int(block), None)._replace(make=partial(fp8, block, format))
-
-
-def _fp8(mantissa: int, block: int, segments: Segments | None) -> Codec:
-    @cached_plan
-    def blocks(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        return tile(*segments_of(segments, rows, n, device), block)
-
-    def encode(x: Tensor) -> Fp8Payload:
-        codes, scales = torch.ops.fn.quantize_fp8(x, *blocks(x.shape[0], x.shape[1], x.device), mantissa)
-        return Fp8Payload(scales, codes)
-
-    def decode(payload: Fp8Payload) -> Tensor:
-        cut = blocks(payload.codes.shape[0], payload.codes.shape[1], payload.codes.device)
-        # (R, n) -> (R, 1, n): R means of one message each
-        decoded: Tensor = torch.ops.fn.dequantize_fp8(payload.codes[:, None], payload.scales[:, None], *cut, mantissa)
-        return decoded
-
-    def decode_mean(payload: Fp8Payload) -> Tensor:
-        cut = blocks(1, payload.codes.shape[1], payload.codes.device)
-        # (W, n) -> (1, W, n): one mean of W messages
-        mean: Tensor = torch.ops.fn.dequantize_fp8(payload.codes[None], payload.scales[None], *cut, mantissa)
-        return mean[0]
-
-    of_segments = cached_plan(lambda s: _fp8(mantissa, block, s))  # in the codec, so that both end together
-    return Codec(encode, decode, 1, 8 + 32.0 / block, decode_mean, of_segments)
+    ops = "quantize_fp8", "dequantize_fp8"
+    return in_blocks(Fp8Payload, ops, MANTISSAS[format], 8, block)._replace(make=partial(fp8, block, format))

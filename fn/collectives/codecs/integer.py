@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ class IntPayload(NamedTuple):
 
     scales: Tensor
     codes: Tensor
+
+
+OPS = "quantize", "dequantize_mean"
 
 
 def int4(block: int = 256) -> Codec:
@@ -51,7 +55,7 @@ def int4(block: int = 256) -> Codec:
 
     Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3; the arithmetic is that of DeepSpeed's kernels.
     """
-    return _int(4, _checked(block), None)._replace(make=partial(int4, block))
+    return in_blocks(IntPayload, OPS, 4, 4, checked_block(block))._replace(make=partial(int4, block))
 
 
 def int8(block: int = 256) -> Codec:
@@ -69,51 +73,57 @@ def int8(block: int = 256) -> Codec:
     Paper: Dettmers et al., 8-bit Optimizers (arXiv 2110.02861), for the blocks; Wang et al., ZeRO++ (arXiv
         2306.10209), section 4.1. The arithmetic is that of DeepSpeed's kernels.
     """
-    return _int(8, _checked(block), None)._replace(make=partial(int8, block))
+    return in_blocks(IntPayload, OPS, 8, 8, checked_block(block))._replace(make=partial(int8, block))
 
 
-def _checked(block: int) -> int:
+def checked_block(block: int) -> int:
+    """Return the length of a block. Raises: TypeError or ValueError if it is no positive multiple of 8."""
     check_whole("block", block)
     if block <= 0 or block % 8:
         raise ValueError(expected("block", "a positive multiple of 8", f"{block}"))
-    return block
+    return int(block)
 
 
-def _int(width: int, block: int, segments: Segments | None) -> Codec:
+def in_blocks(
+    payload: Callable[[Tensor, Tensor], Any], ops: tuple[str, str], number: int, width: int, block: int,
+    segments: Segments | None = None,
+) -> Codec:  # fmt: skip
+    """Return a codec whose elements are codes times the scale of their block.
+
+    Args: payload: (scales, codes) -> it. ops: which quantize, and dequantize to a mean; number: their last argument.
+        width: bits of a code. segments: where tensors lie in a row; None: all rows are one tensor's.
+    """
+    quantize, dequantize_mean = (getattr(torch.ops.fn, op) for op in ops)
+
     @cached_plan
     def blocks(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
         return tile(*segments_of(segments, rows, n, device), block)
 
-    def encode(x: Tensor) -> IntPayload:
-        codes, scales = torch.ops.fn.quantize(x, *blocks(x.shape[0], x.shape[1], x.device), width)
-        return IntPayload(scales, codes)
+    def encode(x: Tensor) -> Any:
+        codes, scales = quantize(x, *blocks(x.shape[0], x.shape[1], x.device), number)
+        return payload(scales, codes)
 
-    def decode(payload: IntPayload) -> Tensor:
-        rows, n = payload.codes.shape[0], payload.codes.shape[1] * 8 // width
-        cut = blocks(rows, n, payload.codes.device)
+    def decode(coded: Any) -> Tensor:
+        rows, n = coded.codes.shape[0], coded.codes.shape[1] * 8 // width
+        cut = blocks(rows, n, coded.codes.device)
         # (R, ...) -> (R, 1, ...): a mean of one message
-        decoded: Tensor = torch.ops.fn.dequantize_mean(payload.codes[:, None], payload.scales[:, None], *cut, width)
+        decoded: Tensor = dequantize_mean(coded.codes[:, None], coded.scales[:, None], *cut, number)
         return decoded
 
-    def decode_mean(payload: IntPayload) -> Tensor:
-        cut = blocks(1, payload.codes.shape[1] * 8 // width, payload.codes.device)
+    def decode_mean(coded: Any) -> Tensor:
+        cut = blocks(1, coded.codes.shape[1] * 8 // width, coded.codes.device)
         # (W, bytes) -> (1, W, bytes): one mean of W messages
-        mean: Tensor = torch.ops.fn.dequantize_mean(payload.codes[None], payload.scales[None], *cut, width)
+        mean: Tensor = dequantize_mean(coded.codes[None], coded.scales[None], *cut, number)
         return mean[0]
 
     def fused(rule: Any) -> Fused | None:
         # One kernel has one set of blocks: with another length the error's would not be the codec's.
-        return _with_damped_feedback(blocks, width, rule) if isinstance(rule, Damped) and rule.block == block else None
+        fits = payload is IntPayload and isinstance(rule, Damped) and rule.block == block
+        return _with_damped_feedback(blocks, width, rule) if fits else None
 
-    return Codec(
-        encode,
-        decode,
-        align=8 // width,
-        bits=width + 32.0 / block,
-        decode_mean=decode_mean,
-        segmented=cached_plan(lambda s: _int(width, block, s)),  # in the codec, so that both end together
-        fused=fused,
-    )
+    # In the codec, so that both end together.
+    of_segments = cached_plan(lambda s: in_blocks(payload, ops, number, width, block, s))
+    return Codec(encode, decode, max(1, 8 // width), width + 32.0 / block, decode_mean, of_segments, fused)
 
 
 def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:

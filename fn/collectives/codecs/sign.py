@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.arguments import check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
+from fn.collectives.codecs.integer import checked_block
 from fn.collectives.feedback import Classic, LazyError
-from fn.errors import expected
-from fn.kernels import ops
 from fn.kernels.layout import scale_dtype
+from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
@@ -49,10 +48,7 @@ def sign(block: int | None = None) -> Codec:
         majority vote, taken in the 2-norm as the authors' code does.
     Differs: padding is neither counted nor given an error; in the authors' code, and in DeepSpeed's, it is both.
     """
-    if block is not None:
-        check_whole("block", block)
-    if block is not None and (block <= 0 or block % 8):
-        raise ValueError(expected("block", "None or a positive multiple of 8", f"{block}"))
+    block = None if block is None else checked_block(block)
     return _sign(block, None)._replace(make=partial(sign, block))
 
 
@@ -174,7 +170,7 @@ def _sign_with_feedback(
         if isinstance(error, LazyError):
             return payload, LazyError(buffer.reshape(-1), scales)
         if is_concrete(buffer):
-            ops.direct("sign_residual_", buffer, scales, layout.valid, layout.runs)
+            direct("sign_residual_", buffer, scales, layout.valid, layout.runs)
         else:  # a trace may not write over it
             buffer = torch.ops.fn.sign_residual(buffer, scales, layout.valid, layout.runs)
         return payload, buffer.reshape(-1)
@@ -199,13 +195,13 @@ def _sign_with_feedback(
         assert by_tensor is not None
         layout = lay_out(rows, by_tensor.row_length, mu[0].device)
         args = mu, grads, decay, *sent(error, layout), layout.valid, layout.runs
-        return finish_both(rows, layout, error, *ops.direct("momentum_encode", *args))
+        return finish_both(rows, layout, error, *direct("momentum_encode", *args))
 
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
         # (W, n / 8) -> (1, W, n / 8), and scales (W, S) -> (1, W, S)
         args = received.bits[None], received.scales.contiguous()[None], *sent(error, layout), layout.valid, layout.runs
-        served = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
+        served = direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)
 
     def settle(error: Tree, rows: int) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fn.collectives.transports import tcp
-from fn.errors import PeerLost
+from fn.errors import PeerLost, RanksDisagree, RefusedByAll
 
 PATIENCE = 0.5
 """Seconds that a roll call takes at most."""
@@ -106,6 +106,19 @@ def raising_peer_lost(
         if known:
             raise
         raise lost from error
+
+
+@contextmanager
+def falling_silent(transports: Iterable[str]) -> Iterator[None]:
+    """Close this rank's connections where it fails alone, so that the others raise `PeerLost` and do not wait."""
+    try:
+        yield
+    except (RanksDisagree, RefusedByAll):
+        raise  # on all ranks alike
+    except BaseException:  # Ctrl-C, too
+        for transport in transports:
+            abort_connections(transport)
+        raise
 
 
 def abort_connections(transport: str) -> None:

@@ -14,13 +14,9 @@ from fn.kernels.layout import scale_dtype
 
 
 def elementwise_(
-    rule: str,
-    results: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    scalars: Sequence[Tensor],
-    places: Sequence[int],
+    rule: str, results: Sequence[Tensor], operands: Sequence[Tensor], scalars: Sequence[Tensor], places: Sequence[int],
     numbers: Sequence[float],
-) -> None:
+) -> None:  # fmt: skip
     """Apply a rule to the tensors of lists, and write what it returns. `fn.kernels.lists.elementwise` calls it.
 
     Args: rule: its name in `rules`; it takes lists first, then numbers. results: its K lists of results of S tensors

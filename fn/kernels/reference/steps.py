@@ -44,14 +44,9 @@ def is_normal(eps: float, dtype: torch.dtype) -> bool:
 
 
 def momentum_encode(
-    mu: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    decay: float,
-    buffer: Tensor,
-    sent: Tensor,
-    valid: Tensor,
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Encode with feedback the moving average decay * mu + (1 - decay) * grad of every tensor.
 
     Args: mu, grads: S tensors each; decay; the rest, and the results, as for `codes.sign_encode_feedback`.
@@ -61,13 +56,8 @@ def momentum_encode(
 
 
 def momentum_rows(
-    mu: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    decay: float,
-    factors: Tensor | None,
-    rows: int,
-    runs: Sequence[int],
-) -> Tensor:
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int],
+) -> Tensor:  # fmt: skip
     """Return the moving average decay * mu + (1 - decay) * grad of every tensor as rows (R, n).
 
     Args: mu, grads: S tensors each; decay; factors: (S,), what the averages are multiplied by; rows: R; runs.
@@ -79,17 +69,9 @@ def momentum_rows(
 
 
 def drift(
-    params: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    decay: float,
-    eps: float,
-    lr: float,
-    rows: int,
-    runs: Sequence[int],
-) -> Tensor:
+    params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
+    nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
+) -> Tensor:  # fmt: skip
     """Return how far every tensor is from its anchor after one more local step of 0/1 Adam, as rows (R, n).
 
         m = decay mu + (1 - decay) grad, 0 where nu = 0       x = (p - anchor) (sqrt(nu) + eps) - lr m
@@ -104,20 +86,10 @@ def drift(
 
 
 def onebit_adam_(
-    params: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    bits: Tensor,
-    scales: Tensor,
-    valid: Tensor,
-    runs: Sequence[int],
-    eps: float,
-    weight_decay: float,
-    lr: float,
-    max_step: float,
-    keep_zeros: bool,
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
     copies: Sequence[Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
 
         mu <- mean_r D(codes_r), 0 where nu = 0
@@ -137,18 +109,9 @@ def onebit_adam_(
 
 
 def adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    lr: float,
-    max_step: float,
-    frozen: bool,
-) -> None:
+    params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float, b2: float,
+    eps: float, weight_decay: float, lr: float, max_step: float, frozen: bool,
+) -> None:  # fmt: skip
     """Take AdamW's step.
 
         mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          p as for `onebit_adam_`
@@ -171,17 +134,9 @@ def adamw_(
 
 
 def adamw_into_(
-    new: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    old: Sequence[Tensor],
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    lr: float,
-    max_step: float,
-    frozen: bool,
-) -> Tensor:
+    new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
+    weight_decay: float, lr: float, max_step: float, frozen: bool,
+) -> Tensor:  # fmt: skip
     """Take AdamW's step with the mean of several gradients, and write it elsewhere.
 
     Args: new: param, mu and nu after the step, which are written; no nu where it is frozen. rows: gradients, added in
@@ -209,18 +164,9 @@ def _descend(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, l
 
 
 def onebit_lamb_moments_(
-    params: Sequence[Tensor],
-    averages: Sequence[Tensor],
-    scaling: Tensor,
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    fresh: Sequence[Tensor],
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    max_step: float,
-) -> Tensor:
+    params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor], nu: Sequence[Tensor],
+    fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
+) -> Tensor:  # fmt: skip
     """Take the averaged momentum, move the second moment that goes on, and return what 1-bit LAMB's factor needs.
 
         m = average / scaling, 0 where nu = 0             g = (m - b1 mu) / (1 - b1),   mu <- m
@@ -246,14 +192,9 @@ def onebit_lamb_moments_(
 
 
 def lamb_step_(
-    params: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    rates: Tensor,
-    eps: float,
-    weight_decay: float,
-    max_step: float,
-) -> None:
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
+    weight_decay: float, max_step: float,
+) -> None:  # fmt: skip
     """Take the step p <- p - rate (clamp(mu / (sqrt(nu) + eps)) + weight_decay p), each tensor at a rate of its own.
 
     Args: params, mu, nu: S tensors each; params are written. rates (S,). max_step: as for `onebit_lamb_moments_`.

@@ -37,10 +37,10 @@ def used(in_ddp: bool, until: int = 5) -> Any:
 
 @case
 def descriptors() -> list[tuple[tuple[int, int, int], ...]]:
-    """Return what is held after one optimizer and after eight, and by how much more while two were there."""
+    """Return what is held after one optimizer and after three, and by how much more while two were there."""
     found: list[tuple[tuple[int, int, int], ...]] = []
     for in_ddp in (False, True):
-        for i in range(8):
+        for i in range(3):
             model, opt = used(in_ddp)
             close(opt)
             close(opt)
@@ -118,8 +118,8 @@ def averaged() -> tuple[Any, Any]:
 
 @case
 def averaging() -> tuple[tuple[int, int, int], tuple[int, int, int], str]:
-    """Return what is held after one `average_gradients` and after eight, and what a closed one says."""
-    for i in range(8):
+    """Return what is held after one `average_gradients` and after three, and what a closed one says."""
+    for i in range(3):
         model, mean = averaged()
         close(mean)
         close(mean)

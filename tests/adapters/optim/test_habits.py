@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 import warnings
 from functools import partial
 
@@ -216,9 +215,9 @@ def test_without_an_axis_several_ranks_are_warned_that_each_trains_alone():
     assert ranks.run(1, warned_of_no_axis) == [[False, False, False]]
 
 
-def warned_of_kernels(rows: dict[str, str], elements: int) -> list[str]:
-    """Return what building optimizers warned of where only some rows of the table are installed."""
-    sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": rows}
+def warned_of_kernels(numba: bool, elements: int) -> list[str]:
+    """Return what building optimizers warned of where Numba is installed, or is not."""
+    ranks.without(*([] if numba else ["numba"]))
     with warnings.catch_warnings(record=True) as caught, fn.bind({"data": dist.group.WORLD}):
         warnings.simplefilter("always")
         for make, schedule in ((fn.onebit_adam, fn.freeze_after(3)), (fn.adamw, None)):
@@ -230,10 +229,7 @@ def warned_of_kernels(rows: dict[str, str], elements: int) -> list[str]:
 @pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize("elements", [3, 1 << 20])
 def test_where_no_kernel_makes_codes_large_models_are_warned_of(numba, elements):
-    rows = {"numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"}
-    if numba:
-        rows = {"numba": "fn.kernels.cpu.numba:row", **rows}
-    for found in ranks.run(2, warned_of_kernels, rows, elements):
+    for found in ranks.run(2, warned_of_kernels, numba, elements):
         text = "kernels: none for 'cpu' are fused, so codes are made in plain torch"
         assert [text in said for said in found] == [True] * (elements > 3 and not numba)
 

@@ -131,17 +131,10 @@ def elsewhere(folder: str, name: str) -> str:
     return "loaded"
 
 
-def saving(folder: str, name: str) -> None:
-    params, opt = build(name)
-    train(params, opt, 6)
-    checkpoint.save(f"{folder}/{name}", opt)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
-def test_another_world_is_refused(old, new, tmp_path):
-    ranks.run(old, saving, str(tmp_path), "both hops")
-    for text in ranks.run(new, elsewhere, str(tmp_path), "both hops"):
+def test_another_world_is_refused(folder):
+    answers(folder)
+    for text in ranks.run(2, elsewhere, folder, "both hops"):
         assert "is of another world, and its errors of the axes ['node', 'local'] belong to that one" in text
 
 

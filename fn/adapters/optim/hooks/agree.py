@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.core import LOCAL_STEP_TAKEN, Core, Unit
 from fn.adapters.optim.groups import groups_of, names_of
 from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
-from fn.collectives.agreement import check_agreement, describe, describe_numbers, differences, gather_values
+from fn.collectives.agreement import check_agreement, describe, describe_numbers, device_of, differences, gather_values
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
@@ -70,7 +69,7 @@ def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, ob
                 fields[f"name of parameter {i} in group {g}"] = name
             if not getattr(p, "requires_grad", True):
                 fields[f"requires_grad of parameter {i if name is None else name} in group {g}"] = False
-    device = device_among(params)
+    device = device_of(params)
     compare_on_axes(axes, lambda axis: check_agreement(axis, {**fields, **others}, device), device)
 
 
@@ -91,7 +90,7 @@ def check_accepted(
     for name, p in zip(names_of(groups[group]), members, strict=True) if members else ():
         if not p.is_contiguous():
             fields[f"layout of parameter {name} in group {group}"] = "not contiguous"
-    device = device_among(list(groups))
+    device = device_of([*groups])
     compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
     if problem is not None:
         raise problem
@@ -106,20 +105,18 @@ def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
 
     Args: place: the unit's number. Raises: `RanksDisagree`, on every rank.
     """
-    facts = facts_of(unit.transform)
-    axes = [axis for axis in axes if facts.silent or axis in facts.axes]
     cure = (
         "start from the same ones: the same seed before the model is made, torch.distributed.broadcast, or "
         "DistributedDataParallel, which does that"
     )
     # Params first: a state may hold copies of them, whose names the user does not know.
-    _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
+    axes = _compare_unit(axes, unit, place, cure)
     marks = tree.by_path(roles.kinds(unit.state))
     # Errors, shards and what ranks own differ between ranks by their nature.
     same = {path: leaf for path, leaf in tree.by_path(unit.state).items() if marks[path] == SAME}
     fields = {f"{name} of param group {place}": text for name, text in _settings(unit.hyper)}
     fields |= {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
-    device = device_among(unit.groups)
+    device = device_of(unit.groups)
     compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
 
 
@@ -149,16 +146,22 @@ def check_same_params(core: Core) -> None:
     """Refuse a first step from params that differ, for they were written behind the construction. All ranks call it."""
     cure = "they were written after the optimizer was made: load the same ones on all ranks"
     for place, unit in enumerate(core.units):
-        facts = facts_of(unit.transform)
-        axes = [axis for axis in core.axes if facts.silent or axis in facts.axes]
-        _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
+        _compare_unit(core.axes, unit, place, cure)
+
+
+def _compare_unit(axes: Sequence[str], unit: Unit, place: int, cure: str) -> list[str]:
+    """Compare the parameters of a unit over those axes that its transform communicates over; return these."""
+    facts = facts_of(unit.transform)
+    own = [axis for axis in axes if facts.silent or axis in facts.axes]
+    _compare_params(own, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
+    return own
 
 
 def _compare_params(axes: Sequence[str], groups: Mapping[int, Mapping[str, Any]], cure: str) -> None:
     """Compare the numbers of parameters over some axes. Args: groups: by their places. cure: what to do."""
     if not axes:
         return
-    device = device_among([*groups.values()])
+    device = device_of([*groups.values()])
     numbers = describe_numbers({
         f"parameter {name} in group {place}": p.detach()
         for place, group in groups.items()
@@ -221,8 +224,3 @@ def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.devi
                 )
 
     return compare
-
-
-def device_among(params: Any) -> torch.device:
-    """Return the device of the first tensor in a tree of params or param groups; the CPU if there is none."""
-    return next((p.device for p in tree.leaves(params) if isinstance(p, Tensor)), torch.device("cpu"))

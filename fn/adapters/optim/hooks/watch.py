@@ -31,8 +31,6 @@ from fn.kernels.table import cells
 from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
 from fn.transforms.skip_nonfinite import all_finite
 
-Tree = Any
-
 logger = logging.getLogger("fn")
 
 LARGE = 1 << 20

@@ -77,5 +77,5 @@ def warn(unit: Unit, place: int) -> None:
     text = f"params: something else than this optimizer wrote parameter {name} after the first step, and the next "
     text += "exchange takes what was written for steps of this rank"
     cure = "load a checkpoint before the first step, or together with the optimizer's state; what changes params in "
-    cure += "every step belongs into the chain, as fn.stateless"
+    cure += "every step belongs in the chain, as a link made by fn.stateless"
     warnings.warn(f"{text}; {cure}", stacklevel=6)
