@@ -44,12 +44,17 @@ def gradient(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [g.to(dtype) for g in grads]
 
 
+def cases(world: int) -> list[tuple[Any, torch.dtype, dict[str, Any]]]:
+    """Return those that ranks take; one rank, which sends nothing, takes one of each dtype and of each optimizer."""
+    return CASES if world > 1 else CASES[3:7]
+
+
 def against_the_pure_chain(own_connections: bool) -> list[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     if not own_connections:
         tcp._opened[mesh.get_group("data")] = None
     found = []
-    for named, dtype, hyper in CASES:
+    for named, dtype, hyper in cases(dist.get_world_size()):
         schedule, make = fn.freeze_after(3), partial(named, axis="data", **hyper)
         params = [torch.nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in SHAPES]
         with fn.bind(mesh):
@@ -80,7 +85,7 @@ def against_the_pure_chain(own_connections: bool) -> list[Any]:
 @pytest.mark.parametrize(("world", "own_connections"), [(1, True), (2, True), (3, False)])
 def test_a_sharded_step_in_place_is_the_pure_step(world, own_connections):
     for outcome in ranks.run(world, against_the_pure_chain, own_connections):
-        for (_, dtype, hyper), (staged, differences, skipped, sent) in zip(CASES, outcome, strict=True):
+        for (_, dtype, hyper), (staged, differences, skipped, sent) in zip(cases(world), outcome, strict=True):
             assert staged == 8, hyper
             assert skipped == [0, 0, 0, 0, 1, 1, 1, 1], hyper
             exact = dtype == torch.float32 and "gather" not in hyper  # else rounding flips last digits

@@ -53,9 +53,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def everyones(params: list[Tensor]) -> list[list[Tensor]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, params)
-    return found
+    flat = torch.cat([p.flatten() for p in params])
+    rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, flat)
+    pieces = [row.split([p.numel() for p in params]) for row in rows]
+    return [[x.view_as(p) for x, p in zip(of_rank, params, strict=True)] for of_rank in pieces]
 
 
 def build(make: Any, schedule: Any, dtype: torch.dtype) -> fn.Optimizer:

@@ -76,8 +76,8 @@ def one(folder: str, name: str) -> dict[str, Any]:
             text = str(error)
     loaded = not all(map(torch.equal, copies((again_params, again.states)), before))
     checkpoint.load(path, again)
-    train(params, opt, 6)
-    train(again_params, again, 6)
+    train(params, opt, 3)
+    train(again_params, again, 3)
     return {"text": text, "loaded": loaded, "whole": copies((params, opt.states)), "params": copies(params),
             "resumed": copies((again_params, again.states))}  # fmt: skip
 
