@@ -155,7 +155,7 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
     >>> try:
     ...     fn.adapters.check_max_grad_norm(1.0)
     ... except ValueError as error:
-    ...     print(error.args[0].partition(", for")[0])
+    ...     print(error.args[0].partition(", because")[0])
     max_grad_norm: expected 0
     """
     if max_grad_norm:
