@@ -53,6 +53,9 @@ START = {"diloco": 3e-3, "sparse_loco": 3e-3, "muloco": 3e-3, "local_sgd": 0.1, 
 
 WORKERS, CHOOSING, SEEDS = 4, 0, (1, 2, 3)
 
+OF_DEFAULTS = (11, 12, 13, 14)
+"""Seeds on which default rates were chosen."""
+
 
 def as_it_comes(method: str, task: str, lr: Any, axis: str, outer_lr: float, outer_momentum: float) -> fn.Transform:
     """Return a method with no argument but its rate."""
@@ -109,7 +112,26 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if lr == default else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     head = ["method", "default rate", *(x for task in TASKS for x in (f"{task}, tuned", "default"))]
-    return f"{markdown(' | '.join(head), lines)}\n\n{tried(rows)}"
+    return f"{markdown(' | '.join(head), lines)}\n\n{defaults(rows)}\n\n{tried(rows)}"
+
+
+def defaults(rows: Sequence[Row]) -> str:
+    """Return what defaults were chosen by: how far rates are from the best of a task, the mean of seeds."""
+    lines = []
+    for method in START:
+        found = {task: losses(rows, task, method, "tuning", "lr", seed=OF_DEFAULTS[0]) for task in TASKS}
+        for lr in sorted(set().union(*found.values())):
+            lines.append([method, f"{lr:g}", *(farther(rows, task, method, lr, [*found[task]]) for task in TASKS)])
+    return markdown(" | ".join(["method", "rate", *TASKS]), lines)
+
+
+def farther(rows: Sequence[Row], task: str, method: str, lr: float, rates: Sequence[float]) -> str:
+    """Return how far a rate's mean loss is from the lowest of the rates'."""
+    means = {
+        rate: statistics.fmean(losses(rows, task, method, "tuning", "seed", lr=rate)[seed] for seed in OF_DEFAULTS)
+        for rate in rates
+    }
+    return f"{means[lr] - min(means.values()):.3f}" if lr in means else ""
 
 
 def tried(rows: Sequence[Row]) -> str:

@@ -320,7 +320,7 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     names = ["method", "rounds", "H", "workers", "tuned", "its loss", "`rounds=`", "default", "the paper's"]
-    return "\n\n".join([markdown(" | ".join(names), lines), tried(rows), beside_exact(on_cpu)])
+    return "\n\n".join([markdown(" | ".join(names), lines), tried(rows), longer(on_cpu), beside_exact(on_cpu)])
 
 
 def tried(rows: Sequence[Row]) -> str:
@@ -335,6 +335,21 @@ def tried(rows: Sequence[Row]) -> str:
             best = min(x for x in means.values() if math.isfinite(x))
             lines.append([*map(str, cell), *(f"{means[s] - best:.3f}" if s in means else "" for s in settings)])
     names = ["method", "rounds", "H", "workers", *(f"{s[0]:.3g} / {s[1]:.2g}" for s in settings)]
+    return markdown(" | ".join(names), lines)
+
+
+def longer(rows: Sequence[Row]) -> str:
+    """Return how far other outer steps end above the default in runs that are longer than the grid's, by seed."""
+    own = [row for row in rows if row["rounds"] > max(ROUNDS) and row["method"] == "diloco"]
+    default, lines = RULES["diloco"](1), []
+    settings = [s for s in dict.fromkeys((row["outer_lr"], row["outer_momentum"]) for row in own) if s != default]
+    for cell in dict.fromkeys(map(cell_of, own)):
+        base = losses(own, cell, default, "loss")
+        for seed, loss in sorted(base.items()):
+            found = [losses(own, cell, setting, "loss").get(seed) for setting in settings]
+            gaps = ["" if x is None else f"{x - loss:+.3f}" for x in found]
+            lines.append([*map(str, cell), str(seed), f"{loss:.3f}", *gaps])
+    names = ["method", "rounds", "H", "workers", "seed", "1 / 0.3", *(f"{s[0]:.3g} / {s[1]:.2g}" for s in settings)]
     return markdown(" | ".join(names), lines)
 
 
