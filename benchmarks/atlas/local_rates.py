@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,12 @@ WORKERS, CHOOSING, SEEDS = 4, 0, (1, 2, 3)
 
 OF_DEFAULTS = (11, 12, 13, 14)
 """Seeds on which default rates were chosen."""
+
+RATES = {
+    "diloco": (0.003, 0.005, 0.007, 0.00972, 0.0135, 0.0175, 0.025), "local_sgd": (0.3, 0.42, 0.5, 0.583, 0.8),
+    "sparse_loco": (0.007, 0.00972),
+}  # fmt: skip
+"""Rates among which they were chosen."""
 
 
 def as_it_comes(method: str, task: str, lr: Any, axis: str, outer_lr: float, outer_momentum: float) -> fn.Transform:
@@ -153,11 +160,20 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=math.inf, metavar="X", help="begin no runs after so many hours")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK")
     parser.add_argument("--search", action="store_true", help="only the runs that choose rates")
+    parser.add_argument("--defaults", action="store_true", help="instead, the runs that choose default rates")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows, end = atlas.read(args.json), time.monotonic() + 3600 * args.hours
     bar = tqdm(desc="groups of runs")
-    for searching in (True, False)[: 1 if args.search else 2]:
+    for task, (method, rates) in product(args.tasks, RATES.items()) if args.defaults else ():
+        done = {(row["seed"], row["lr"]) for row in runs_of(rows, task=task, method=method)}
+        for lr in rates:
+            group = [Run(method, 0, H, WORKERS, x, lr, 1.0, 0.0) for x in OF_DEFAULTS if (x, lr) not in done]
+            if group and time.monotonic() < end:
+                rows += train(group, task)
+                atlas.write(args.json, rows)
+                bar.update()
+    for searching in () if args.defaults else (True, False)[: 1 if args.search else 2]:
         for task in args.tasks:
             for method in START:
                 while time.monotonic() < end and (group := missing(rows, task, method)):

@@ -212,6 +212,9 @@ CHOOSING, SEEDS = (0,), (31, 32, 33, 34)
 EXACT_START = 0.00972
 """The rate that searches begin at for exact Muon, and for MuLoCo beside it; the atlas chose it for Muon."""
 
+LONGER = tuple(Cell("diloco", n, h, 4) for n, h in ((300, 8), (1000, 8), (300, 32)))
+"""Cells beyond the grid, with half of the seeds and three outer steps."""
+
 LANES = {"cpu": 64, "cuda": 512}
 """Workers of all runs that are trained at once; more are hardly faster."""
 
@@ -364,6 +367,7 @@ def main() -> None:
     add("--fresh", action="store_true", help="only the runs of the seeds that the table shows, of cells that chose")
     add("--methods", nargs="+", choices=list(RULES), default=list(RULES), metavar="METHOD")
     add("--exact", action="store_true", help="instead of the grid, MuLoCo in codes beside exact Muon, with 8 workers")
+    add("--longer", action="store_true", help="instead of the grid, the longer runs of DiLoCo")
     add("--rounds", nargs="+", type=int, default=list(ROUNDS), metavar="N", help="cells of so many rounds")
     add("--steps", nargs="+", type=int, default=list(LENGTHS), metavar="H", help="cells of so many steps a round")
     add("--workers", nargs="+", type=int, default=list(WORKERS), metavar="W", help="cells of so many workers")
@@ -382,7 +386,14 @@ def main() -> None:
                 break
             rows += train(next(filter(None, groups_of)), device=args.device)
             atlas.write(args.json, rows)
-    for fresh in (False, True) if not args.exact else ():
+    for cell in LONGER if args.longer and not args.show else ():
+        done = {tuple(row[name] for name in Run._fields) for row in rows}
+        pairs = ((1.0, 0.3), (0.85, 0.6), (0.7, 0.9))
+        runs = [Run(*cell, seed, LR, *pair) for seed in SEEDS[:2] for pair in pairs]
+        if (group := [run for run in runs if run not in done]) and time.monotonic() < end:
+            rows += train(group, device=args.device)
+            atlas.write(args.json, rows)
+    for fresh in (False, True) if not args.exact and not args.longer else ():
         if args.show or (args.fresh and not fresh):
             continue
         for group in tqdm(list(groups(rows, wanted, fresh, args.device))):
