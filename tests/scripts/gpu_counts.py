@@ -41,7 +41,7 @@ from fn.collectives import primitives
 from fn.collectives.carriers import Carrier
 from fn.inplace import match
 from fn.inplace import sharded as sharded_in_place
-from fn.kernels import foreach, reference, tracing
+from fn.kernels import foreach, known_answers, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
 from fn.kernels.table import direct
@@ -291,7 +291,6 @@ def pass_parts(sends: Any, receives: Any, axis: str, collective: str) -> None:
 
 def pretend() -> None:
     """Let fake tensors pass for real ones, with the rows of Triton and torch; a kernel of Triton's is one launch."""
-    table = sys.modules["fn.kernels.table"]
 
     def launch(kernel: Any, x: Any, programs: int, *args: Any, **constants: Any) -> None:
         for watch in watches:
@@ -300,9 +299,9 @@ def pretend() -> None:
 
     for module in (blocks, signs, ints, steps, lamb, lists):
         vars(module)["launch"] = launch
-    rows = [triton.row(NAME), foreach.row(NAME)]
-    for op in reference.REFERENCES:
-        table._accepted[op, NAME] = tuple(table.Cell(row.name, row.kernels[op]) for row in rows if op in row.kernels)
+    vars(known_answers)["complaint"] = lambda op, kernel, device: None  # there are no numbers to compare
+    for row in (foreach.row(NAME), triton.row(NAME)):  # the last one is asked first
+        fn.kernels.register(row)
     tracing._PLAIN.add(FakeTensor)
     vars(primitives)["carry_sum"] = carry_sum
     vars(primitives)["pass_parts"] = pass_parts
