@@ -33,20 +33,20 @@ Tree = Any
 
 
 class OuterStep(NamedTuple):
-    """The outer rate and momentum that fit a number of rounds; the momentum looks back over rounds / part of them.
+    """The outer rate and momentum that fit a number of rounds.
 
-        momentum = min(most, max(least, 1 - part / rounds));    rate = 1 - max(0, momentum - least) / 2
+        momentum = min(most, max(least, 1 - parts / rounds));    rate = 1 - max(0, momentum - least) / 2
 
         >>> [f"{rate:.2f}, {momentum:.2f}" for rate, momentum in map(OF_DILOCO, (25, 2500, 10_000))]
         ['1.00, 0.30', '0.85, 0.60', '0.70, 0.90']
 
-    least: the momentum of short runs, and where rounds are not known. most: that of long runs. part: how many parts of
-    the run the momentum divides it into.
+    least: the momentum of short runs, and where rounds are not known. most: that of long runs. parts: between the two
+    the momentum remembers one of so many parts of the run, since it remembers 1 / (1 - momentum) rounds.
     """
 
     least: float
     most: float
-    part: int
+    parts: int
 
     def rate(self, momentum: float) -> float:
         """Return the rate that fits a momentum."""
@@ -56,11 +56,11 @@ class OuterStep(NamedTuple):
         """Return the rate and the momentum. Raises: ValueError if rounds is no whole number of at least 1."""
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
             raise ValueError(expected("rounds", "a whole number of at least 1", f"{rounds!r}"))
-        momentum = min(self.most, max(self.least, 1 - self.part / rounds))
+        momentum = min(self.most, max(self.least, 1 - self.parts / rounds))
         return self.rate(momentum), momentum
 
 
-OF_DILOCO, OF_MULOCO = OuterStep(least=0.3, most=0.9, part=1000), OuterStep(least=0.6, most=0.8, part=100)
+OF_DILOCO, OF_MULOCO = OuterStep(least=0.3, most=0.9, parts=1000), OuterStep(least=0.6, most=0.8, parts=100)
 
 
 def diloco(
@@ -307,7 +307,7 @@ def muloco(
 
     Args:
         lr: of the local steps, of both kinds, which scale="rms_norm" of `scale_by_muon` makes equally long; start with
-            0.013. Longer runs want less: on the atlas's language model 2400 steps wanted 0.003.
+            0.013. Longer runs want less: on the atlas's language model 2400 steps wanted 0.003 to 0.005.
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW, with betas 0.9 and 0.99. None: all matrices are Muon's, for their shapes do not tell.
         momentum: Muon's. weight_decay: of both kinds.

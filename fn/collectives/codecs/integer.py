@@ -28,9 +28,6 @@ class IntPayload(NamedTuple):
     codes: Tensor
 
 
-OPS = "quantize", "dequantize_mean"
-
-
 def int4(block: int = 256) -> Codec:
     """Send 4 bits per element and one scale per block.
 
@@ -55,7 +52,7 @@ def int4(block: int = 256) -> Codec:
 
     Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3; the arithmetic is that of DeepSpeed's kernels.
     """
-    return in_blocks(IntPayload, OPS, 4, 4, checked_block(block))._replace(make=partial(int4, block))
+    return _integer(4, checked_block(block))._replace(make=partial(int4, block))
 
 
 def int8(block: int = 256) -> Codec:
@@ -73,7 +70,7 @@ def int8(block: int = 256) -> Codec:
     Paper: Dettmers et al., 8-bit Optimizers (arXiv 2110.02861), for the blocks; Wang et al., ZeRO++ (arXiv
         2306.10209), section 4.1. The arithmetic is that of DeepSpeed's kernels.
     """
-    return in_blocks(IntPayload, OPS, 8, 8, checked_block(block))._replace(make=partial(int8, block))
+    return _integer(8, checked_block(block))._replace(make=partial(int8, block))
 
 
 def checked_block(block: int) -> int:
@@ -84,14 +81,20 @@ def checked_block(block: int) -> int:
     return int(block)
 
 
+def _integer(width: int, block: int) -> Codec:
+    ops = "quantize", "dequantize_mean"
+    return in_blocks(IntPayload, ops, width, width, block, feedback=_with_damped_feedback)
+
+
 def in_blocks(
     payload: Callable[[Tensor, Tensor], Any], ops: tuple[str, str], number: int, width: int, block: int,
-    segments: Segments | None = None,
+    segments: Segments | None = None, feedback: Callable[[Any, int, Damped], Fused] | None = None,
 ) -> Codec:  # fmt: skip
     """Return a codec whose elements are codes times the scale of their block.
 
     Args: payload: (scales, codes) -> it. ops: which quantize, and dequantize to a mean; number: their last argument.
-        width: bits of a code. segments: where tensors lie in a row; None: all rows are one tensor's.
+        width: bits of a code. segments: where tensors lie in a row; None: all rows are one tensor's. feedback: makes
+        the kernels with a damped error, of (blocks, width, rule); None: there are none.
     """
     quantize, dequantize_mean = (getattr(torch.ops.fn, op) for op in ops)
 
@@ -118,12 +121,13 @@ def in_blocks(
 
     def fused(rule: Any) -> Fused | None:
         # One kernel has one set of blocks: with another length the error's would not be the codec's.
-        fits = payload is IntPayload and isinstance(rule, Damped) and rule.block == block
-        return _with_damped_feedback(blocks, width, rule) if fits else None
+        if feedback is None or not isinstance(rule, Damped) or rule.block != block:
+            return None
+        return feedback(blocks, width, rule)
 
     # In the codec, so that both end together.
-    of_segments = cached_plan(lambda s: in_blocks(payload, ops, number, width, block, s))
-    return Codec(encode, decode, max(1, 8 // width), width + 32.0 / block, decode_mean, of_segments, fused)
+    of_segments = cached_plan(lambda s: in_blocks(payload, ops, number, width, block, s, feedback))
+    return Codec(encode, decode, 8 // width, width + 32.0 / block, decode_mean, of_segments, fused)
 
 
 def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
