@@ -27,7 +27,6 @@ from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 from fn.transforms.average import CompressedAverage
-from fn.transforms.flat_layout import end_to_end
 
 Tree = Any
 
@@ -207,10 +206,10 @@ def _sides(shape: torch.Size) -> tuple[int, int]:
     return (1, shape.numel()) if len(shape) < 2 else (shape[0], shape.numel() // max(1, shape[0]))
 
 
-def _runs(side: int, tile: int) -> list[tuple[int, int]]:
-    """Return how a side is cut, as (pieces, length of each): whole ones, then a shorter one."""
+def _runs(side: int, tile: int) -> list[tuple[int, int, int]]:
+    """Return how a side is cut, as (first element, pieces, length of each): whole ones, then a shorter one."""
     whole, rest = divmod(side, tile)
-    return ([(whole, tile)] if whole else []) + ([(1, rest)] if rest else [])
+    return [run for run in ((0, whole, tile), (whole * tile, 1, rest)) if run[1] * run[2]]
 
 
 def dct(tile: int | Callable[[int], int]) -> Basis:
@@ -242,27 +241,19 @@ def _checked(tile: int) -> int:
     return int(tile)
 
 
-def _placed(pieces: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Return (start, pieces, length of each) of the runs of a dimension."""
-    placed, start = [], 0
-    for count, length in pieces:
-        placed.append((start, count, length))
-        start += count * length
-    return placed
-
-
 def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[int], int], *, cosines: bool) -> Basis:
     """Return a basis of tiles, as they are or as their cosines.
 
-    Tensors of a dtype and a device are cut together: equal tiles are copied into one batch, a few megabytes on a CPU,
-    and multiplied together. What is traced, batched or differentiated goes tensor by tensor, through the same lines.
+    Equal tiles of all tensors of a dtype and a device are copied into one table, and multiplied together. What is
+    traced, batched or differentiated goes tensor by tensor, through the same lines.
 
     Args: frame: shape -> that of the view which is cut. side_of: length of a dimension -> side of its tiles.
     """
 
     @cached_plan
-    def layout_of(shapes: tuple[torch.Size, ...], most: int) -> _Layout:
-        return _layout([frame(shape) for shape in shapes], side_of, most)
+    def regions_of(shape: torch.Size) -> list[_Region]:
+        cuts = [_runs(side, side_of(side)) for side in frame(shape)] if shape.numel() else [[]]
+        return [_Region(*zip(*region, strict=True)) for region in itertools.product(*cuts)]
 
     def all_into(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         return _by_kind(into_alike, tensors)
@@ -271,86 +262,68 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         return _by_kind(back_alike, [of_one[0] for of_one in parts], parts, shapes)
 
     def into_alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        room, dtype = _Room(tensors), scale_dtype(tensors[0]) if cosines else tensors[0].dtype
-        plan = layout_of(tuple(x.shape for x in tensors), room.most)
-        # the views that are cut: the matrix for tiles, all dimensions for cosines
-        framed = [x.reshape(frame(x.shape)) if x.numel() else x for x in tensors]
-        # for each length (chunks, length), those of all tensors end to end
-        vectors = {length: room.empty((chunks, length), dtype) for length, chunks in plan.chunks.items()}
-        for batch in plan.batches:
-            place = vectors[batch.length].narrow(0, batch.start, batch.chunks).view(-1, *batch.sides)  # (N, sides...)
-            # Tiles go to their place at once; cosines are made of a copy of the tiles, and written there.
-            x, done = room.empty(place.shape, tensors[0].dtype) if cosines else place, 0
-            for counts, pieces in batch.runs:
-                several = math.prod(counts)
-                run = x.narrow(0, done, several).view(*counts, *batch.sides)  # (several, ...) -> (counts..., sides...)
-                room.write(run, torch.cat, [piece.of(framed[piece.tensor]) for piece in pieces])
-                done += several
+        like, dtype = tensors[0], scale_dtype(tensors[0]) if cosines else tensors[0].dtype
+        regions = [regions_of(x.shape) for x in tensors]
+
+        def chunks(some: Sequence[_Region], views: Sequence[Tensor]) -> list[Tensor]:
+            table = _empty(like, (sum(region.chunks for region in some), *some[0].sides), dtype)  # (N, sides...)
+            rows = _pieces(table, [region.chunks for region in some])
+            for row, view in zip(rows, views, strict=True):
+                row.view(view.shape).copy_(view)
             if cosines:
-                _transform(x.to(dtype), place, room, inverse=False)
+                _transform(table, inverse=False)
+            return [row.flatten(1) for row in rows]  # (chunks, sides...) -> (chunks, length)
+
+        flat = [region for of_one in regions for region in of_one]
+        # the views that are cut: the matrix for tiles, all dimensions for cosines
+        views = [r.of(x.reshape(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
+        made = iter(tree.in_groups(chunks, [region.sides for region in flat], flat, views))
         # A basis gives at least one part: of a tensor without elements it has no chunks.
-        empty = [room.empty((0, 1), dtype)]
-        return [[vectors[n].narrow(0, start, chunks) for n, start, chunks in of_one] or empty for of_one in plan.parts]
+        return [[next(made) for _ in of_one] or [_empty(like, (0, 1), dtype)] for of_one in regions]
 
     def back_alike(
         first: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size]
     ) -> list[Tensor]:
-        room = _Room(first)
-        plan = layout_of(tuple(shapes), room.most)
-        vector = room.empty((sum(shape.numel() for shape in shapes),), first[0].dtype)  # all tensors, end to end
-        ends = [home + shape.numel() for home, shape in zip(plan.homes, shapes, strict=True)]
-        # (n,) -> views in the shapes of the tensors, which are the results
-        tensors = [vector[home:end].view(s) for home, end, s in zip(plan.homes, ends, shapes, strict=True)]
-        for batch in plan.batches:
-            pieces = [piece for _, of_run in batch.runs for piece in of_run]
-            # (chunks, length) -> (chunks length,)
-            rows = [parts[p.tensor][p.part].narrow(0, p.first, p.chunks).reshape(-1) for p in pieces]
-            # vectors end to end -> (N, sides...)
-            x, done = end_to_end(rows).view(-1, *batch.sides), 0
-            if cosines:
-                made = room.empty(x.shape, x.dtype)
-                _transform(x, made, room, inverse=True)
-                x = made
-            for counts, (piece, *others) in batch.runs:
-                several = math.prod(counts)
-                if others:  # neighbours in the vector of all
-                    assert piece.home is not None
-                    # (several length,) -> (counts..., sides...), one view through several tensors
-                    place = _in_tiles(vector[piece.home :][: several * batch.length], counts, batch.sides)
-                else:
-                    place = piece.of(tensors[piece.tensor].view(frame(shapes[piece.tensor])))
-                # (several, sides...) -> (counts..., sides...)
-                place.copy_(x.narrow(0, done, several).view(*counts, *batch.sides))
-                done += several
+        like, regions = first[0], [regions_of(shape) for shape in shapes]
+
+        def tiles_of(some: Sequence[_Region], parts: Sequence[Tensor]) -> Sequence[Tensor]:
+            if not cosines:
+                return parts
+            table = _empty(like, (sum(region.chunks for region in some), *some[0].sides), like.dtype)  # (N, sides...)
+            rows = _pieces(table, [region.chunks for region in some])
+            for row, part in zip(rows, parts, strict=True):
+                row.copy_(part.reshape(row.shape))
+            _transform(table, inverse=True)
+            return rows
+
+        flat = [region for of_one in regions for region in of_one]
+        # without those that have no chunks
+        chunks = [part for of_one, some in zip(parts, regions, strict=True) for part in of_one[: len(some)]]
+        made = iter(tree.in_groups(tiles_of, [region.sides for region in flat], flat, chunks))
+        numbers = [shape.numel() for shape in shapes]
+        vector = _empty(like, (sum(numbers),), like.dtype)  # all tensors, end to end
+        tensors = [x.view(shape) for x, shape in zip(_pieces(vector, numbers), shapes, strict=True)]
+        for x, some in zip(tensors, regions, strict=True):
+            for region in some:
+                place = region.of(x.view(frame(x.shape)))
+                place.copy_(next(made).reshape(place.shape))
         return tensors
 
     return Basis(lambda x: all_into([x])[0], lambda parts, shape: all_back([parts], [shape])[0], all_into, all_back)
 
 
 BATCH_OF_CPU, BATCH = 1 << 18, 1 << 26
-"""Elements of a batch of tiles: on a CPU it stays in a cache, and on others it is a temporary of 256 MiB."""
+"""Elements that are multiplied together: on a CPU they stay in a cache, on others the product takes 256 MiB."""
 
 
-class _Room:
-    """Where results are written: into memory that is there, where nothing traces, batches or differentiates."""
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without numbers; batched where `like` is."""
+    return memory_pool.empty(shape, dtype, like.device) if is_concrete(like) else like.new_empty(shape, dtype=dtype)
 
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.like = tensors[0]
-        self.may_write = is_concrete(*tensors) and not is_recorded(tensors)
-        self.most = BATCH_OF_CPU if self.like.device.type == "cpu" else BATCH
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor without numbers, batched where the tensors are."""
-        if self.may_write:
-            return memory_pool.empty(shape, dtype, self.like.device)
-        return self.like.new_empty(tuple(shape), dtype=dtype)
-
-    def write(self, out: Tensor, f: Callable[..., Tensor], *args: Any) -> None:
-        """Write the result of a function that can take `out`."""
-        if self.may_write:
-            f(*args, out=out)
-        else:
-            out.copy_(f(*args))
+def _pieces(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Cut a tensor along its first dimension; where gradients are taken, nobody may write into what `split` returns."""
+    return [x.narrow(0, end - n, n) for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
 
 
 def _by_kind(f: Callable[..., list[Any]], tensors: Sequence[Tensor], *others: Sequence[Any]) -> list[Any]:
@@ -360,21 +333,12 @@ def _by_kind(f: Callable[..., list[Any]], tensors: Sequence[Tensor], *others: Se
     return tree.in_groups(f, keys, tensors, *others)
 
 
-class _Piece(NamedTuple):
-    """Tiles of one size that are neighbours in a tensor: a part of it, or some rows of tiles of a part.
+class _Region(NamedTuple):
+    """Equal tiles that are neighbours in a tensor: for each dimension the first element, their number and length."""
 
-    tensor, part: the places of both. first: of its chunks, in the part. starts, counts, sides: for each dimension, the
-    first element, the number of tiles, and their length. home: where its elements begin in the vector of all tensors,
-    if they are neighbours there, too; else None.
-    """
-
-    tensor: int
-    part: int
-    first: int
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     sides: tuple[int, ...]
-    home: int | None
 
     @property
     def chunks(self) -> int:
@@ -383,121 +347,27 @@ class _Piece(NamedTuple):
 
     def of(self, x: Tensor) -> Tensor:
         """Return a view of these tiles of the tensor, (counts..., sides...)."""
-        for dim, (start, count, side) in enumerate(zip(self.starts, self.counts, self.sides, strict=True)):
-            x = x.narrow(dim, start, count * side)
-        return _in_tiles(x, self.counts, self.sides)
-
-    def is_followed_by(self, piece: _Piece) -> bool:
-        """Tell whether another piece is as wide, and comes next in the vector of all tensors."""
-        if self.home is None or self.counts[1:] != piece.counts[1:]:
-            return False
-        return piece.home == self.home + self.chunks * math.prod(self.sides)
+        for dim, (start, count, side) in enumerate(zip(*self, strict=True)):
+            # each dimension becomes two, (count, side)
+            x = x.narrow(2 * dim, start, count * side).unflatten(2 * dim, (count, side))
+        # (count, side, count, side, ...) -> (count, count, ..., side, side, ...)
+        return x.permute([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
 
 
-class _Batch(NamedTuple):
-    """Tiles that are transformed together: chunks start to start + chunks among those of their length.
-
-    runs: pieces that are copied together, each of which comes next behind the last one, and their counts.
-    """
-
-    length: int
-    start: int
-    chunks: int
-    sides: tuple[int, ...]
-    runs: tuple[tuple[tuple[int, ...], list[_Piece]], ...]
-
-
-class _Layout(NamedTuple):
-    """How tensors are cut. parts: of each tensor, as (length, first chunk, chunks); none if it has no elements.
-
-    chunks: how many there are of each length, those of one tensor after those of another. homes: where each tensor
-    begins in the vector of all, in which tensors of similar tiles are neighbours.
-    """
-
-    parts: list[list[tuple[int, int, int]]]
-    chunks: dict[int, int]
-    homes: list[int]
-    batches: list[_Batch]
-
-
-def _layout(shapes: Sequence[tuple[int, ...]], side_of: Callable[[int], int], most: int) -> _Layout:
-    """Cut tensors into tiles. most: elements of a batch, unless a row of tiles has more."""
-    regions: list[list[Any]] = []  # of each tensor, one for each part: for each dimension (first element, tiles, side)
-    for shape in shapes:
-        cuts = [_placed(_runs(side, side_of(side))) for side in shape]
-        regions.append([*itertools.product(*cuts)] if math.prod(shape) else [])
-    lengths = [[math.prod(side for _, _, side in region) for region in of_one] for of_one in regions]
-    homes, end = [0] * len(shapes), 0
-    # Tensors with tiles of one length become neighbours, so that one copy moves tiles of several.
-    for i in sorted(range(len(shapes)), key=lambda i: lengths[i][:1]):
-        homes[i], end = end, end + math.prod(shapes[i])
-    pieces: dict[int, list[_Piece]] = {}
-    chunks: dict[int, int] = {}
-    parts: list[list[tuple[int, int, int]]] = [[] for _ in shapes]
-    for i, shape in enumerate(shapes):
-        width = math.prod(shape[1:])
-        for part, (region, length) in enumerate(zip(regions[i], lengths[i], strict=True)):
-            starts, counts, sides = zip(*region, strict=True)
-            across = math.prod(counts[1:])
-            is_whole = across * length == sides[0] * width  # nothing else lies beside it
-            # rows of tiles that fit in a batch; one, if that is larger already
-            step = max(1, most // (across * length))
-            for row in range(0, counts[0], step):
-                start = starts[0] + row * sides[0]
-                home = homes[i] + start * width if is_whole else None
-                several = min(step, counts[0] - row), *counts[1:]
-                piece = _Piece(i, part, row * across, (start, *starts[1:]), several, sides, home)
-                pieces.setdefault(length, []).append(piece)
-            first = chunks.get(length, 0)
-            parts[i].append((length, first, counts[0] * across))
-            chunks[length] = first + counts[0] * across
-    batches = []
-    for length, neighbours in pieces.items():
-        start = 0
-        for alike in _grouped(neighbours, lambda a, b: a.sides == b.sides, most // length):
-            count = sum(piece.chunks for piece in alike)
-            runs = [
-                ((sum(piece.counts[0] for piece in run), *run[0].counts[1:]), run)
-                for run in _grouped(alike, _Piece.is_followed_by, count)
-            ]
-            batches.append(_Batch(length, start, count, alike[0].sides, tuple(runs)))
-            start += count
-    return _Layout(parts, chunks, homes, batches)
-
-
-def _grouped(pieces: list[_Piece], fits: Callable[[_Piece, _Piece], bool], most: int) -> list[list[_Piece]]:
-    """Cut a list where a piece does not fit the one before it, or where it would have more than so many chunks."""
-    lists: list[list[_Piece]] = []
-    count = 0
-    for piece in pieces:
-        if not lists or not fits(lists[-1][-1], piece) or count + piece.chunks > most:
-            lists.append([])
-            count = 0
-        lists[-1].append(piece)
-        count += piece.chunks
-    return lists
-
-
-def _in_tiles(x: Tensor, counts: Sequence[int], sides: Sequence[int]) -> Tensor:
-    """Return a view (counts..., sides...) of elements that are cut along each dimension into whole tiles."""
-    x = x.view([n for pair in zip(counts, sides, strict=True) for n in pair])  # (count, side, count, side, ...)
-    # -> (count, count, ..., side, side, ...)
-    return x.permute([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
-
-
-def _transform(x: Tensor, out: Tensor, room: _Room, *, inverse: bool) -> None:
-    """Write the cosines of tiles x (N, sides...) into `out`; inverse: the tiles of which x are the cosines."""
-    *inner, last = x.shape[1:]
-    for i, side in enumerate(inner):
-        matrix = _cosines(side, x.dtype, x.device)
-        rows = x.reshape(-1, side, math.prod(x.shape[i + 2 :]))  # this side in the middle: one product for all others
-        made = room.empty(rows.shape, x.dtype)
-        # (side, side) -> (rows, side, side), with a stride of 0 along the rows
-        room.write(made, torch.bmm, (matrix if inverse else matrix.T).expand(rows.shape[0], side, side), rows)
-        x = made.view(x.shape)
-    matrix = _cosines(last, x.dtype, x.device)
-    # The last side is that of rows in memory, so one product does all tiles: (N others, last) (last, last).
-    room.write(out.view(-1, last), torch.mm, x.view(-1, last), matrix.T if inverse else matrix)
+def _transform(table: Tensor, *, inverse: bool) -> None:
+    """Write the cosines of tiles (N, sides...) over them; inverse: tiles over their cosines."""
+    several = max(1, (BATCH_OF_CPU if table.device.type == "cpu" else BATCH) // table[0].numel())
+    for first in range(0, table.shape[0], several):
+        tiles = x = table.narrow(0, first, min(several, table.shape[0] - first))
+        *inner, last = x.shape[1:]
+        for i, side in enumerate(inner):
+            matrix = _cosines(side, x.dtype, x.device)
+            rows = x.reshape(-1, side, math.prod(x.shape[i + 2 :]))  # this side in the middle: one product for all
+            # (side, side) -> (rows, side, side), with a stride of 0 along the rows
+            x = torch.bmm((matrix if inverse else matrix.T).expand(rows.shape[0], side, side), rows).view(x.shape)
+        matrix = _cosines(last, x.dtype, x.device)
+        # The last side is that of rows in memory, so one product does all tiles: (N others, last) (last, last).
+        tiles.copy_(torch.mm(x.reshape(-1, last), matrix.T if inverse else matrix).view(x.shape))
 
 
 @cached_plan
