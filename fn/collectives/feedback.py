@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn.arguments import check_interval, check_number, check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of, tile
-from fn.collectives.codecs.pickling import invalidates, reduced
+from fn.collectives.codecs.pickling import invalidates
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype
 
@@ -36,6 +36,7 @@ class Feedback(NamedTuple):
     make: a function without arguments that makes this feedback again, which is what is pickled. None: no pickle.
 
     `_replace` of one of the functions also sets rule and make to None, unless they are given: they belong to the old.
+    Of any other field it sets `make` to None.
     """
 
     init: Callable[[Tensor], Tree]
@@ -44,10 +45,6 @@ class Feedback(NamedTuple):
     rule: Any = None
     delivered: Callable[[Tensor, Tree], Tree] | None = None
     make: Callable[[], Feedback] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs."""
-        return reduced(self)
 
 
 class Classic(NamedTuple):

@@ -139,6 +139,10 @@ def test_what_arrived_and_the_errors_are_what_was_to_be_sent(basis: Basis) -> No
         torch.testing.assert_close(error.mean(0), wanted, rtol=0, atol=1e-12)
 
 
+def test_a_basis_is_shown_by_its_functions():
+    assert repr(fn.tiles(4)).startswith("Basis(into=_basis.<locals>.<lambda>, back=")
+
+
 def test_at_rest_nothing_is_taken_anywhere():
     tx = fn.in_basis(fn.tiles(2), EXACT)
     assert tx.warmup_update is EXACT.warmup_update

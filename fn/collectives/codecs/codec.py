@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.codecs.pickling import invalidates, reduced
+from fn.collectives.codecs.pickling import invalidates
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan, is_concrete, pooled
 
@@ -67,6 +67,7 @@ class Codec(NamedTuple):
     make: a function without arguments that makes this codec again, which is what is pickled. None: no pickle.
 
     `_replace` of encode or decode also sets the last four to None, unless they are given: they belong to the old pair.
+    Of any other field it sets `make` to None.
     """
 
     encode: Callable[[Tensor], Tree]
@@ -77,10 +78,6 @@ class Codec(NamedTuple):
     segmented: Callable[[Segments], Codec] | None = None
     fused: Callable[[Any], Fused | None] | None = None
     make: Callable[[], Codec] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs."""
-        return reduced(self)
 
 
 def identity(dtype: torch.dtype | None = None) -> Codec:
