@@ -80,11 +80,12 @@ def _carry(payload: Tree, axis: str, name: RangeName, collective: str) -> Tree:
     way = direct(leaves, axis)
     with step_range(name):
         if way is None:
-            message, unpack = _as_message(leaves)
+            message = leaves[0] if len(leaves) == 1 else _packed(leaves, torch.uint8)
             if collective == "all_to_all":
-                return restore(unpack(primitives.all_to_all(message, axis)))
-            # (W, 1, bytes) -> (W, bytes)
-            return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
+                rows = primitives.all_to_all(message, axis)
+            else:
+                rows = primitives.all_gather(message, axis).flatten(0, 1)  # (W, 1, bytes) -> (W, bytes)
+            return restore([rows] if len(leaves) == 1 else _unpacked(rows, leaves))
         # (W, ...) or (1, ...) -> (W, ...)
         received = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in leaves]
         _pass(way, collective, leaves, received)
@@ -158,53 +159,41 @@ def _wide_first(leaves: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(leaves)), key=lambda i: -leaves[i].element_size())
 
 
-def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Join leaves (R, ...) into (R, bytes) uint8; return it, and a function that takes such a message apart."""
-    if len(leaves) == 1:
-        return leaves[0], lambda message: [message]
-    order = _wide_first(leaves)
-    shapes = [leaf.shape[1:] for leaf in leaves]
-    dtypes = [leaf.dtype for leaf in leaves]
-    parts = [_view(_flat(leaves[i]), torch.uint8) for i in order]
-    widths = [part.shape[1] for part in parts]
+def _packed(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Join leaves (R, ...) into one message (R, n): of their own dtype, or uint8 with the widest dtypes first."""
+    flat = [_flat(leaves[i]) for i in _wide_first(leaves)]
+    # (R, n_i) of each leaf -> (R, n)
+    return torch.cat([x if x.dtype == dtype else _view(x, dtype) for x in flat], dim=1)
 
-    def unpack(message: Tensor) -> list[Tensor]:
-        unpacked: list[Any] = [None] * len(leaves)
-        for i, part in zip(order, message.split(widths, dim=1), strict=True):
-            if dtypes[i] != torch.uint8:  # a slice of a row begins where no float may: the view needs memory of its own
-                part = part.clone(memory_format=torch.contiguous_format)
-                part = _view(part, dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
-            # (R, n) -> (R, ...)
-            unpacked[i] = part.reshape(part.shape[0], *shapes[i])
-        return unpacked
 
-    # (R, bytes) of each leaf -> (R, all bytes)
-    return torch.cat(parts, dim=1), unpack
+def _unpacked(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Take a message (R, n) apart: return leaves (R, ...) in the dtypes of others, and their shapes but for R."""
+    order = _wide_first(like)
+    widths = [like[i].shape[1:].numel() * like[i].element_size() // message.element_size() for i in order]
+    unpacked: list[Any] = [None] * len(like)
+    for i, part in zip(order, message.split(widths, dim=1), strict=True):
+        dtype = like[i].dtype
+        if dtype != message.dtype:  # a slice of a row begins where no float may: the view needs memory of its own
+            part = part.clone(memory_format=torch.contiguous_format)
+            part = _view(part, dtype) if part.numel() else part.to(dtype)  # no bytes have no stride to view
+        # (R, n_i) -> (R, ...)
+        unpacked[i] = part.reshape(part.shape[0], *like[i].shape[1:])
+    return unpacked
 
 
 def joined(leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return tensors as one vector (n,): of their own dtype, or uint8 with the widest dtypes first.
+    """Return tensors as one vector (n,), packed in a dtype.
 
     Args: device: of a vector of no tensors, which a rank that sends nothing hands to the collective of the others.
     """
-    # (...) of each tensor -> (n_i,), and below (n,)
-    flat = [leaves[i].reshape(-1) for i in _wide_first(leaves)]
-    if not flat:
+    if not leaves:
         return torch.empty(0, dtype=dtype, device=device)
-    return torch.cat([x if x.dtype == dtype else x.contiguous().view(dtype) for x in flat])
+    return _packed([x[None] for x in leaves], dtype)[0]
 
 
 def apart(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Take a message of `joined` apart: return tensors like these in shape and dtype. They may share its memory."""
-    order = _wide_first(like)
-    lengths = [like[i].numel() * like[i].element_size() // message.element_size() for i in order]
-    unpacked: list[Any] = [None] * len(like)
-    for i, part in zip(order, message.split(lengths), strict=True):
-        if like[i].dtype != message.dtype:  # a float begins where it may only in memory of its own
-            part = part.clone().view(like[i].dtype) if like[i].numel() else part.to(like[i].dtype)
-        # (n_i,) -> (...)
-        unpacked[i] = part.view(like[i].shape)
-    return unpacked
+    return [x[0] for x in _unpacked(message[None], [x[None] for x in like])]
 
 
 _VMAP_CAN_VIEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)

@@ -288,44 +288,34 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
             out = _into(out, Tensor.scatter, positions, numbers)
         return segments.cleared(out)
 
-    def sent_by_ranks(payload: tuple[TopKPayload, ...], most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions and numbers (some ranks, S kept), about so many of them at a time."""
+    def sent_by_ranks(payload: tuple[TopKPayload, ...]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield positions and numbers (some ranks, S kept), about `BATCH` of them at a time."""
         for alike, part in zip(lengths, payload, strict=True):
             # A few ranks at a time: unpacked indices are int64, and those of all ranks could outgrow the tensors.
-            several = max(1, most // max(1, alike.blocks.kept * len(alike.starts)))
+            several = max(1, BATCH // max(1, alike.blocks.kept * len(alike.starts)))
             for first in range(0, part.indices.shape[0], several):
                 yield alike.sent(tree.map(lambda leaf, some=slice(first, first + several): leaf[some], part))
 
     def decode_mean(payload: tuple[TopKPayload, ...]) -> Tensor:
-        ranks, like = payload[0].indices.shape[0], tree.leaves(payload[0].values)[0]
-        together = ranks * sum(alike.blocks.kept * len(alike.starts) for alike in lengths) <= BATCH
-        sent = [*sent_by_ranks(payload, BATCH)] if together else None
+        ranks = payload[0].indices.shape[0]
         # Counts are as many as elements: one byte holds those of up to 255 ranks, in an eighth of the memory.
         counts = torch.uint8 if ranks < 256 else torch.int64
         one = torch.ones((), dtype=counts, device=payload[0].indices.device)
         total: Any = None
         count: Any = None
-        for positions, numbers in sent_by_ranks(payload, BATCH) if sent is None else sent:
+        for positions, numbers in sent_by_ranks(payload):
             if total is None:
                 total = _zeros(n, numbers, numbers.dtype)
-                count = _zeros(n, numbers, counts) if over == "senders" else like.new_empty(0)
+                count = _zeros(n, numbers, counts) if over == "senders" else None
             # (ranks, S kept) -> (S kept,) of each rank, whose positions all differ: no order of additions matters.
             for index, row in zip(positions.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
                 total = _into(total, Tensor.scatter_add, index, row)
-                if over == "senders":
+                if count is not None:
                     count = _into(count, Tensor.scatter_add, index, one.expand_as(index))
-
-        def share(total: Tensor, count: Tensor) -> Tensor:
-            return total / count.clamp(min=1) if over == "senders" else total * (1.0 / ranks)
-
-        if sent is None:
-            return segments.cleared(share(total, count), 0)
-        # All means are read before one is written. Else an element that two ranks sent would be divided twice.
-        at = [positions.flatten() for positions, _ in sent]
-        means = [share(total.gather(0, p), count.gather(0, p) if over == "senders" else count) for p in at]
-        for positions, mean in zip(at, means, strict=True):  # elsewhere there is nothing to share
-            total = _into(total, Tensor.scatter, positions, mean)
-        return segments.cleared(total, 0)
+        out = total if is_concrete(total) else None
+        if count is None:
+            return segments.cleared(torch.mul(total, 1.0 / ranks, out=out), 0)
+        return segments.cleared(torch.div(total, count.clamp(min=1), out=out), 0)
 
     def fused(rule: Any) -> Fused | None:
         # Here nobody clears padding, which could then be chosen: rows with padding take the long way.
