@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -320,26 +319,6 @@ class Periodic:
         return Phase.COMPRESSED if step % self.period else Phase.WARMUP
 
 
-UNFED = 10
-"""Steps without a norm after which a `FreezeWhenStable` warns."""
-
-_UNFED = (
-    f"schedule: freeze_when_stable was asked for {UNFED} steps in a row and given no norm, so it stays in the warm-up "
-    "and never freezes; after each update call schedule.observe(step, float(norm)), where norm is the sum of the "
-    "absolute values of the second moment, the tensors in fn.roles.find(state, 'second_moment'). fn.Optimizer does so "
-    "itself where it is the schedule, and not a part of another function"
-)
-
-
-class _Asked:
-    """The last step that was asked for, and how many later and later ones were since the last norm.
-
-    It is no part of what a schedule is: ranks may ask for other steps and agree on the schedule.
-    """
-
-    last, unfed = -1, 0
-
-
 class FreezeWhenStable:
     """Warm up until the second moment has become stable, then compress for good.
 
@@ -347,7 +326,7 @@ class FreezeWhenStable:
 
     It has to be fed: after each warm-up step, `observe` takes the norm, a number that is the same on every rank.
     `fn.Optimizer` does so from its state, and saves the schedule in its state dict. Your own loop does it after each
-    update. A schedule that is asked for step after step and never fed would never freeze; it warns once:
+    update, or nothing freezes:
 
         norm = sum(nu.abs().sum() for leaf in fn.roles.find(state, "second_moment") for nu in fn.tree.leaves(leaf))
         schedule.observe(step, float(norm))
@@ -380,17 +359,13 @@ class FreezeWhenStable:
         self.distance = max(1, round(1 / (1 - float(b2))))
         self.norms: list[float] = []
         self.frozen_at: int | None = None
-        self._asked = _Asked()
 
     def observe(self, step: int, norm: float | None) -> None:
         """Take ||v||_1 after a step; steps must come in order. After the freeze it is ignored.
 
         None is for a step that was skipped: it says nothing of v, which rested without being stable.
         """
-        if self.frozen_at is not None:
-            return
-        self._asked.last, self._asked.unfed = step, 0
-        if norm is None:
+        if norm is None or self.frozen_at is not None:
             return
         # distance + 1 numbers: the first one is of `distance` observed steps ago.
         self.norms = [*self.norms[-self.distance :], norm]
@@ -409,12 +384,7 @@ class FreezeWhenStable:
         self.frozen_at = None if frozen_at < 0 else frozen_at
 
     def __call__(self, step: int) -> Phase:
-        """Return the phase of a step. Warns, once, where many steps are asked for and no norm came in between."""
-        if self.frozen_at is None and step > self._asked.last:
-            # A step that is asked for again, by whoever looks its phase up, counts once.
-            self._asked.last, self._asked.unfed = step, self._asked.unfed + 1
-            if self._asked.unfed == UNFED:
-                warnings.warn(_UNFED, stacklevel=2)
+        """Return the phase of a step."""
         return Phase.WARMUP if self.frozen_at is None or step < self.frozen_at else Phase.COMPRESSED
 
 
@@ -436,6 +406,6 @@ def freeze_when_stable(b2: float = 0.999, threshold: float = 0.96, min_steps: in
         >>> schedule.frozen_at
         11
 
-    Args and Raises: as `FreezeWhenStable`. Warns once if ten steps in a row are asked for and no norm is observed.
+    Args and Raises: as `FreezeWhenStable`.
     """
     return FreezeWhenStable(b2, threshold, min_steps)
