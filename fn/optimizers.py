@@ -214,7 +214,7 @@ def loco_adamw(
     feedback = damped() if feedback is None else feedback
     codec = int4() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout)
-    return agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")
+    return agreed(skip_nonfinite(tx), axis)
 
 
 def sharded_onebit_adam(
@@ -270,4 +270,4 @@ def sharded_onebit_adam(
     )
     codec = sign() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout, momentum=b1)
-    return agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")
+    return agreed(skip_nonfinite(tx), axis)

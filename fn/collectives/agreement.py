@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,16 +22,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import name_of
-from fn.collectives.axis import (  # fmt: skip
-    SIMULATED,
-    AxisNames,
-    axis_index,
-    axis_size,
-    current_binding,
-    names,
-    ranks_around,
-    resolve,
-)
+from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding, names, ranks_around, resolve
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import all_gather, psum
@@ -46,13 +36,8 @@ Tree = Any
 
 _PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
-KERNELS = "kernels"
-"""The name of `kernels_here` among what is compared."""
-
 SHORT = 56
 """Bytes of a text that travel with its length: a digest fits in."""
-
-_warned: set[str] = set()
 
 
 class Difference(NamedTuple):
@@ -148,8 +133,8 @@ def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> l
 def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
     """Compare fields over the ranks of an axis, or of several; every rank must call it.
 
-    Simulated ranks run the same call and always agree. Kernels may differ, with a warning on rank 0: ranks with other
-    devices can train together, but round differently.
+    Simulated ranks run the same call and always agree. Kernels are compared, too: others round differently, and send
+    other things.
 
     Args:
         axis: the axis' name, or several names; these must reach as many ranks as their sizes' product.
@@ -162,13 +147,10 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
     if not isinstance(axis, str):
         # First: over axes that are no grid the texts of some ranks would be gathered twice, and of others never.
         _check_grid(names(axis), device)
-    mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}, KERNELS: kernels_here(device)}
-    differing = differences(mine, partial(gather_values, axis=axis, device=device))
-    for difference in differing:
-        if difference.name != KERNELS:
-            raise difference.error(f"{difference}; make it the same on all ranks; nothing has moved")
-    if differing and not axis_index(axis):
-        _warn_of_other_kernels(differing[0].values, axis)
+    mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
+    mine["the list of kernels (`python -m fn`)"] = _kernels_here(device)
+    for difference in differences(mine, partial(gather_values, axis=axis, device=device))[:1]:
+        raise difference.error(f"{difference}; make it the same on all ranks; nothing has moved")
 
 
 def _surroundings() -> dict[str, str]:
@@ -299,23 +281,7 @@ def describe_numbers(named: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{x.dtype} {tuple(x.shape)} with checksum {s & (1 << 64) - 1:016x}" for (name, x), s in pairs}
 
 
-def kernels_here(device: torch.device | str) -> str:
+def _kernels_here(device: torch.device | str) -> str:
     """Return the names of the rows that serve a device here, in the order in which they are asked."""
     device_type = torch.device(device).type
     return f"{', '.join(row.name for row in rows(device_type)) or 'the reference'} ({device_type})"
-
-
-def _warn_of_other_kernels(kernels: Sequence[str], axis: AxisNames) -> None:
-    """Warn, once, of ranks whose kernels are not those of rank 0. kernels: `kernels_here` of every rank."""
-    others = {rank: theirs for rank, theirs in enumerate(kernels) if theirs != kernels[0]}
-    first = min(others)
-    more = f" and {len(others) - 1} more ranks" if len(others) > 1 else ""
-    text = (
-        f"kernels: those of rank {first}{more} of axis {axis!r} are {others[first]}, those of rank 0 {kernels[0]}; "
-        f"they round differently, so weights that all ranks should hold alike drift apart, a last bit at a time; "
-        f"install the same packages on all ranks (`python -m fn` lists what is there), or, where the devices differ, "
-        f"average the params every few hundred steps with fn.pmean"
-    )
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, stacklevel=2)

@@ -37,7 +37,6 @@ from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors, row_count
 from fn.errors import expected
 from fn.facts import Averages, Facts
-from fn.kernels.table import cells
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
@@ -392,13 +391,12 @@ def _in_order(updates: Tree, params: Tree) -> Tree:
         return updates
 
 
-def agreed(inner: Transform, axis: AxisNames | None, *, kernel: str | None = None) -> Transform:
+def agreed(inner: Transform, axis: AxisNames | None) -> Transform:
     """Compare shapes, dtypes, hyper-parameters and codec over the ranks of an axis when a state is made.
 
     Every named optimizer is wrapped in it. It leaves the updates as they are.
 
-    Args: inner: the transform. axis: the axis' name, or None for no comparison. kernel: a kernel that all ranks must
-        have, or none, because what a step sends depends on it.
+    Args: inner: the transform. axis: the axis' name, or None for no comparison.
     Raises: ValueError from `init`, on every rank, that names the first rank and field that differ.
     """
     if axis is None:
@@ -407,12 +405,7 @@ def agreed(inner: Transform, axis: AxisNames | None, *, kernel: str | None = Non
     def init(params: Tree) -> Tree:
         if not all(isinstance(leaf, Tensor) for leaf in tree.leaves(params)):
             tree.check_real(params, "params")  # raises: params are a model or a generator, say
-        device = device_of(params)
-        fields = {**describe_leaves(params), **describe(inner)}
-        if kernel is not None:
-            presence = "there" if cells(kernel, device.type) else f"missing for {device.type!r}"
-            fields[f"kernel {kernel!r}, on which depends what a step sends,"] = presence
-        check_agreement(axis, fields, device)
+        check_agreement(axis, {**describe_leaves(params), **describe(inner)}, device_of(params))
         return inner.init(params)
 
     return inner._replace(init=init)

@@ -7,14 +7,13 @@ model's running statistics do where ranks see other batches, and so do the state
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fn.collectives.agreement import KERNELS, Difference, describe_numbers, differences, kernels_here
+from fn.collectives.agreement import Difference, describe_numbers, differences
 
 EXTRA = "extra."
 """The beginning of the keys of the leaves of `extra`."""
@@ -28,36 +27,28 @@ HINTS = {
 
 
 def compare(
-    tensors: Mapping[str, Tensor],
-    device: torch.device,
-    gather: Callable[[Any], list[Any]],
-    hints: Mapping[str, str] = HINTS,
+    tensors: Mapping[str, Tensor], gather: Callable[[Any], list[Any]], hints: Mapping[str, str] = HINTS
 ) -> set[str]:
     """Compare the tensors that are saved once; return the keys of those leaves of `extra` that differ.
 
-    Ranks with other kernels round differently, as a warning at construction said: there a difference is warned of.
-
-    Args: device: of the parameters. gather: an object -> those of all ranks. hints: see `HINTS`.
+    Args: gather: an object -> those of all ranks. hints: see `HINTS`.
     Raises: `RanksDisagree`, on every rank, that names the first rank and key that differ from rank 0; for `extra` if a
         leaf's shape or dtype differs, or not all ranks have it.
     """
     extra = {key: _described(x) for key, x in tensors.items() if key.startswith(EXTRA)}
     same = {key: x for key, x in tensors.items() if key not in extra}
-    found = differences({**describe_numbers(same), KERNELS: kernels_here(device), **extra}, gather)
-    differing = [difference for difference in found if difference.name not in (*extra, KERNELS)]
+    found = differences({**describe_numbers(same), **extra}, gather)
     for name, values in found:
         leaf = name.removeprefix(EXTRA)
         forms = Difference(leaf, [x.partition(" with ")[0] for x in values])
         if leaf != name and len(set(forms.values)) > 1:
             cure = "numbers may differ, but give all ranks the same leaves; nothing was saved"
             raise forms.error(f"leaf {leaf!r} of extra {forms.where}; {cure}")
-    for first in differing[:1]:
+    for first in (difference for difference in found if difference.name not in extra):
         text = f"{first}, but is saved once for all ranks"
         text += "".join(f"; {hint}" for prefix, hint in hints.items() if first.name.startswith(prefix))
-        if all(difference.name != KERNELS for difference in found):
-            raise first.error(f"{text}; nothing was saved")
-        warnings.warn(f"checkpoint: {text}; these ranks have other kernels, which round differently", stacklevel=2)
-    return {difference.name for difference in found if difference.name in extra}
+        raise first.error(f"{text}; nothing was saved")
+    return {difference.name for difference in found}
 
 
 def _described(x: Tensor) -> str:

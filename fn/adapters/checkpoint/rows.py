@@ -77,14 +77,13 @@ class Snapshot(NamedTuple):
     """The contents of a checkpoint: copies on the CPU.
 
     own: keys of one rank's own. owned: keys of what one rank saves for all, the one that owns it. steps: that the
-    optimizer has taken. device: of the parameters. mesh: of all ranks; None for a process that is alone.
+    optimizer has taken. mesh: of all ranks; None for a process that is alone.
     """
 
     tensors: dict[str, Tensor]
     own: set[str]
     owned: set[str]
     steps: int
-    device: torch.device
     mesh: DeviceMesh | None
 
     def rows(self, differing: set[str]) -> dict[str, Tensor]:
@@ -104,7 +103,7 @@ def to_save(core: Core, extra: Tree = None) -> Snapshot:
     copies = {key: torch.empty_like(x, device="cpu").copy_(x.detach()) for key, x in everything(core, extra).items()}
     if len(core.axes) > 1:
         copies |= _of_one_shape({key: copies[key] for key in sorted(own)})
-    return Snapshot(copies, own, owned, core.steps, device_of(core), _mesh())
+    return Snapshot(copies, own, owned, core.steps, _mesh())
 
 
 def _of_one_shape(own: Mapping[str, Tensor]) -> dict[str, Tensor]:

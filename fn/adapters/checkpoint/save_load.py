@@ -35,7 +35,7 @@ from fn.adapters.checkpoint import rows
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.compare import EXTRA, HINTS, compare
 from fn.adapters.checkpoint.rows import EACH, everything, world
-from fn.adapters.optim.core import TORN, Core, device_of
+from fn.adapters.optim.core import TORN, Core
 from fn.adapters.optim.hooks import agree
 from fn.adapters.optim.state_dict import OF_RANK, check_paths, marks_of, owned_elsewhere, place_of, restore
 from fn.arguments import check_whole
@@ -193,7 +193,7 @@ def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
         return whole
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
         params = {k: x for k, x in everything(optimizer).items() if k.startswith("params.")}
-        compare({**same, **params}, device_of(optimizer), partial(_of_all, group=everyone), hints)
+        compare({**same, **params}, partial(_of_all, group=everyone), hints)
         # As often on all ranks: one that has fewer keys of its own joins in with nothing, or the others would wait.
         for i in range(max(_of_all(len(own), everyone))):  # one by one: rank 0 holds each twice while it arrives
             of_ranks: list[Any] | None = [None] * size if rank == 0 else None
@@ -242,7 +242,7 @@ def _write(folder: Path, snapshot: rows.Snapshot, keep: int, group: Group, wires
     rank, size = world()
     with raising_peer_lost(wires, where="checkpoint.save"):
         of_all = {key: x for key, x in snapshot.tensors.items() if key not in snapshot.own | snapshot.owned}
-        state = snapshot.rows(compare(of_all, snapshot.device, partial(_of_all, group=group)))
+        state = snapshot.rows(compare(of_all, partial(_of_all, group=group)))
         # Each of these waits for all ranks. No file is written before all see the folder, and the checkpoint does not
         # become the newest before the files of all ranks are there with their digests.
         names: files.Names = _all(lambda: None if rank else files.begin(folder, snapshot.steps, size), group)[0]
