@@ -109,20 +109,14 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: AxisNames, a
         return _from_owners_over(items, owners, axes.names(axis))
     size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
-        of_ranks = _simulated(items, axis, "all_gather", among)
-        return [tree.map(lambda x, o=o: x[o : o + 1], rows) for rows, o in zip(of_ranks, owners, strict=True)]
+        return _of_owners(_simulated(items, axis, "all_gather", among), owners)
     if size == 1:
         return [*items]
     flat = [tree.flatten(item) for item in items]
     of_leaves = [owner for (leaves, _), owner in zip(flat, owners, strict=True) for _ in leaves]
     of_owner = _by_owner([leaf for leaves, _ in flat for leaf in leaves], of_leaves, size)
     sent = [of_owner[axes.own_rank(axis)]] * size
-    received = _exchange(sent, of_owner, of_owner, axis, "all_gather", "gather")
-    rest = [iter(leaves) for leaves in received]
-    return [
-        tree.unflatten(structure, [next(rest[owner]) for _ in leaves])
-        for (leaves, structure), owner in zip(flat, owners, strict=True)
-    ]
+    return _by_item(_exchange(sent, of_owner, of_owner, axis, "all_gather", "gather"), flat, owners)
 
 
 def _from_owners_over(items: Sequence[Tree], owners: Sequence[int], names: Sequence[str]) -> list[Tree]:
@@ -167,7 +161,7 @@ def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) ->
     """
     size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
-        return _simulated_rows(items, owners, axis)
+        return _of_owners(_simulated(items, axis, "all_to_all", rows=True), owners)
     if size == 1:
         return [*items]
     flat, rank = [tree.flatten(item) for item in items], axes.own_rank(axis)
@@ -176,12 +170,7 @@ def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) ->
     own = [leaf for i, owner in enumerate(owners) if owner == rank for leaf in flat[i][0]]
     # (W, ...) -> (1, ...) for each rank
     sent = [[leaf[r : r + 1] for leaf in own] for r in range(size)]
-    received = _exchange(sent, of_owner, of_owner, axis, "all_to_all", "exchange")
-    rest = [iter(leaves) for leaves in received]
-    return [
-        tree.unflatten(structure, [next(rest[owner]) for _ in leaves])
-        for (leaves, structure), owner in zip(flat, owners, strict=True)
-    ]
+    return _by_item(_exchange(sent, of_owner, of_owner, axis, "all_to_all", "exchange"), flat, owners)
 
 
 def _by_owner(tensors: Sequence[Tensor], owners: Sequence[int], size: int) -> list[list[Tensor]]:
@@ -266,41 +255,42 @@ def _small(leaves: Sequence[Tensor]) -> list[Tensor]:
     return [x for x in leaves if not _is_large(x)]
 
 
-def _simulated(items: Sequence[Tree], axis: str, collective: Collective, among: int = 1) -> list[Tree]:
-    """Return all items of all simulated ranks, W rows each, and count what real ranks would send in the mean."""
+def _simulated(
+    items: Sequence[Tree], axis: str, collective: Collective, among: int = 1, *, rows: bool = False
+) -> list[Tree]:
+    """Return all items of all simulated ranks, W rows each, and count what real ranks would send in the mean.
+
+    Args: rows: whether items have W rows, of which each rank gets one.
+    """
     size = axes.axis_size(axis)
     leaves, structure = tree.flatten([*items])
-    uncounted = [_bytes(leaves)]  # one message on real ranks, so it is counted once
+    uncounted = [_bytes(leaves) // (size if rows else 1)]  # one message on real ranks, so it is counted once
 
-    def gathered(some: Sequence[Tensor]) -> list[Tensor]:
-        # (1, ...) of each item -> (n,)
-        message = torch.cat([x.reshape(-1) for x in some])
-        length = uncounted.pop() if uncounted else 0
-        rows = primitives.among_simulated(message, axis, "all_gather", collective, length, among)
+    def exchanged(some: Sequence[Tensor]) -> list[Tensor]:
+        # (1, ...) or (W, ...) of each item -> (1, n) or (W, n)
+        message = torch.cat([x.reshape(x.shape[0], -1) for x in some], dim=1)
+        length, name = uncounted.pop() if uncounted else 0, "all_to_all" if rows else "all_gather"
+        # (W, n), or (W, 1, n) where each rank sends one row to all
+        received = primitives.among_simulated(message, axis, name, collective, length, among).view(size, -1)
         # (W, n) -> (W, n_i) -> (W, ...)
-        parts = rows.split([x.numel() for x in some], dim=1)
+        parts = received.split([x.shape[1:].numel() for x in some], dim=1)
         return [part.reshape(size, *x.shape[1:]) for x, part in zip(some, parts, strict=True)]
 
-    made: list[Tree] = tree.unflatten(structure, tree.in_groups(gathered, [x.dtype for x in leaves], leaves))
+    made: list[Tree] = tree.unflatten(structure, tree.in_groups(exchanged, [x.dtype for x in leaves], leaves))
     return made
 
 
-def _simulated_rows(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
-    """Return this simulated rank's row of each item of its owner, and count as `_simulated` does."""
-    size = axes.axis_size(axis)
-    leaves, structure = tree.flatten([*items])
-    of_leaves = [owner for item, owner in zip(items, owners, strict=True) for _ in tree.leaves(item)]
-    uncounted = [_bytes(leaves) // size]
+def _of_owners(of_ranks: Sequence[Tree], owners: Sequence[int]) -> list[Tree]:
+    """Return of the rows of all ranks (W, ...) those that the owners sent, (1, ...)."""
+    return [tree.map(lambda x, o=o: x[o : o + 1], rows) for rows, o in zip(of_ranks, owners, strict=True)]
 
-    def exchanged(some: Sequence[Tensor], of_some: Sequence[int]) -> list[Tensor]:
-        # (W, ...) of each item -> (W, n)
-        message = torch.cat([x.reshape(size, -1) for x in some], dim=1)
-        length = uncounted.pop() if uncounted else 0
-        rows = primitives.among_simulated(message, axis, "all_to_all", "all_to_all", length)
-        # (W, n) -> (W, n_i) -> the row that its owner sent, (1, ...)
-        parts = rows.split([x.numel() // size for x in some], dim=1)
-        return [part[o].reshape(1, *x.shape[1:]) for x, part, o in zip(some, parts, of_some, strict=True)]
 
-    found = tree.in_groups(exchanged, [x.dtype for x in leaves], leaves, of_leaves)
-    made: list[Tree] = tree.unflatten(structure, found)
-    return made
+def _by_item(
+    received: Sequence[Sequence[Tensor]], items: Sequence[tuple[Sequence[Tensor], Any]], owners: Sequence[int]
+) -> list[Tree]:
+    """Return the item of each owner from what came of each rank. items: their leaves and structures."""
+    rest = [iter(leaves) for leaves in received]
+    return [
+        tree.unflatten(structure, [next(rest[owner]) for _ in leaves])
+        for (leaves, structure), owner in zip(items, owners, strict=True)
+    ]
