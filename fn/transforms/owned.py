@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket
-from fn.transforms.resharding import reshapes, senders_reshape
+from fn.transforms.resharding import errors_reshape, reshapes
 from fn.transforms.sharded import check_parts, show_failures, wide
 
 Tree = Any
@@ -183,7 +182,7 @@ def owned(
         if not to_owner.exact:
             # of all tensors, for other ranks may have sent them in another world
             wides = [x.to(wide(x.dtype)) for x in leaves] if within else leaves
-            reshapes.add((errors, senders_reshape(wides, partial(rows_of, wides, to_owner), to_owner)))
+            reshapes.add((errors, errors_reshape(wides, axis, lambda world: rows_of(wides, to_owner), to_owner, exact)))
         # Updates are made of float32 means, so their errors are float32 for half precision, too.
         of_owners = errors_of([x.to(wide(x.dtype)) for x in own], to_all)
         return OwnedState(state, errors, of_owners, torch.tensor(owners, dtype=torch.int64, device="cpu"))

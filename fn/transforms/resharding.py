@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.axis import AxisNames, axis_index, axis_size
 from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Counted, DampedError, from_plain, to_plain
@@ -68,19 +68,25 @@ Plan = Callable[[int], list[layouts.Bucket]]
 """W -> how leaves travel among W ranks."""
 
 
-def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop) -> Reshape:
-    """Return how an `ErrorFeedbackState` over leaves moves. worker, server: how the halves of an exchange travel."""
+def errors_reshape(leaves: Sequence[Tensor], axis: AxisNames, plan: Plan, worker: Hop, server: Hop) -> Reshape:
+    """Return how an `ErrorFeedbackState` over leaves moves. worker, server: how the halves of an exchange travel.
+
+    Where only some ranks send a tensor, and keep errors of it, its mean is over these. What others saved is NaN; on
+    ranks that do not send it now errors have no elements.
+    """
 
     def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
         sums: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, segments = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
-            # A mean over W ranks lacks 1 / W of each rank's worker error, and all of the server's error of a shard.
             worker_error = to_plain(e, worker.codec, worker.feedback, segments, dtype)
-            sums += parts_of(None if worker_error is None else worker_error.double() / world, bucket)
+            sends = worker_error is None or not bool(worker_error.isnan().any())
+            sums += parts_of(worker_error if sends else None, bucket)
+            sums += [_age(e) * sends, torch.tensor(float(sends), dtype=torch.float64, device="cpu")]
+            # A mean over W ranks lacks all of the server's error of a shard.
             server_error = to_plain(d, server.codec, server.feedback, _row_of(segments, rank), dtype)
             sums += parts_of(None if server_error is None else in_row(server_error, bucket, rank), bucket)
-            sums += [_age(e, rank), _age(d, rank)]
+            sums += [_age(d) / world]
         return sums
 
     def adopt(total: Tree, fresh: ErrorFeedbackState) -> ErrorFeedbackState:
@@ -90,43 +96,18 @@ def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop,
             segments = bucket.segments
             # (n,) each. Every new rank gets the mean of the old worker errors as its own, so that the new mean lacks
             # the same.
-            mean, whole = take_parts(rest, bucket), take_parts(rest, bucket)
-            ages = [next(rest).long() for _ in range(2)]
-            workers.append(e if _is_nothing(e) else from_plain(mean, e, segments, worker.feedback, ages[0]))
-            if _is_nothing(d):
+            errors, age, count = take_parts(rest, bucket), next(rest), next(rest).clamp(min=1)
+            whole, server_age = take_parts(rest, bucket), next(rest).round().long()
+            mean, age = errors / count.to(errors.device), (age / count).round().long()
+            keeps = bool(tree.leaves(e)) and all(x.numel() for x in tree.leaves(e))
+            workers.append(from_plain(mean, e, segments, worker.feedback, age) if keeps else e)
+            if isinstance(d, tuple) and not d:
                 servers.append(d)
             else:
                 # (n,) -> (W, n / W) -> (n / W,), the shard that this rank serves now
                 piece, row = whole.view(world, -1)[rank], _row_of(segments, rank)
-                servers.append(from_plain(piece, d, row, server.feedback, ages[1]))
+                servers.append(from_plain(piece, d, row, server.feedback, server_age))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
-
-    return Reshape(addends, adopt)
-
-
-def senders_reshape(leaves: Sequence[Tensor], rows: Callable[[], list[layouts.Bucket]], hop: Hop) -> Reshape:
-    """Return how errors move that only those ranks keep that send a tensor, and whose mean is over these.
-
-    What other ranks saved is NaN; on ranks that do not send it now errors have no elements.
-    """
-
-    def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
-        sums: Addends = []
-        for bucket, e in zip(rows(), state.worker, strict=True):
-            plain = to_plain(e, hop.codec, hop.feedback, bucket.segments, leaves[bucket.leaf_indices[0]].dtype)
-            sends = plain is not None and not bool(plain.isnan().any())
-            sums += parts_of(plain if sends else None, bucket)
-            sums += [_age(e, 0) * sends, torch.tensor(float(sends), dtype=torch.float64, device="cpu")]
-        return sums
-
-    def adopt(total: Tree, fresh: ErrorFeedbackState) -> ErrorFeedbackState:
-        rest, workers = iter(total), []
-        for bucket, e in zip(rows(), fresh.worker, strict=True):
-            whole, age, count = take_parts(rest, bucket), next(rest), next(rest)
-            keeps = any(x.numel() for x in tree.leaves(e) if x.ndim)
-            mean, age = whole / count.clamp(min=1).to(whole.device), (age / count.clamp(min=1)).round().long()
-            workers.append(from_plain(mean, e, bucket.segments, hop.feedback, age) if keeps else e)
-        return fresh._replace(worker=tuple(workers))
 
     return Reshape(addends, adopt)
 
@@ -135,15 +116,11 @@ def _row_of(segments: Segments, rank: int) -> Segments:
     return segments.row(torch.tensor(rank, dtype=torch.int64, device="cpu"))
 
 
-def _is_nothing(error: Tree) -> bool:
-    return isinstance(error, tuple) and not error
-
-
-def _age(error: Tree, rank: int) -> Tensor:
-    """Return what a rank adds to the sum of an error's age, which all ranks share: rank 0 the age, the others 0."""
-    age = error.age if rank == 0 and isinstance(error, DampedError | Counted) else None
+def _age(error: Tree) -> Tensor:
+    """Return the age of an error, which all ranks share; 0 for one without."""
+    age = error.age.double().cpu() if isinstance(error, DampedError | Counted) else None
     # Zeros, not nothing: all ranks have to add tensors of the same shapes.
-    return torch.zeros((), dtype=torch.float64, device="cpu") if age is None else age.double().cpu()
+    return torch.zeros((), dtype=torch.float64, device="cpu") if age is None else age
 
 
 def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
