@@ -15,18 +15,17 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import Exchange, Phase, Round, Transform, UpdateFn, check_params, check_state, facts_of, has_phase
+from fn.base import Exchange, Phase, Round, Transform, check_params, check_state, facts_of, has_phase
 from fn.collectives.agreement import device_of
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
 from fn.facts import merged
-from fn.kernels.flags import known
 from fn.roles import declare
 from fn.schedules import Every, Schedule
-from fn.transforms.outer import OuterLocal, PlainWarmup, taken_alone
+from fn.transforms.outer import PlainWarmup, local_steps
 from fn.transforms.outer_checks import averages_of_rounds, check_alike, check_inner, check_sync
-from fn.transforms.skip_nonfinite import all_finite
+from fn.transforms.skip_nonfinite import all_finite, chosen
 
 Tree = Any
 
@@ -100,7 +99,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     check_inner(inner)
     check_sync(sync)
     inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
-    shards, unequal = facts_of(inner).shards, facts_of(sync).unequal
+    unequal = facts_of(sync).unequal
 
     def init(params: Tree) -> AverageParamsState:
         tree.check_real(params, "params")
@@ -125,16 +124,10 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         fine = replicated_if_equal(fine, axes) if axes else fine
         return moves, state._replace(inner=inner_state, fine=fine)
 
-    def alone_by(update: UpdateFn) -> OuterLocal:
-        def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
-            check_state(state, AverageParamsState)
-            check_params(params)
-            moves, inner_state, ok = taken_alone(update, updates, state.inner, params, shards)
-            # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
-            dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
-            return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
-
-        return OuterLocal(update, alone_by, (), {"sync": sync}, local)
+    def checked(updates: Tree, state: AverageParamsState, params: Tree) -> tuple[Tree, Tree]:
+        check_state(state, AverageParamsState)
+        check_params(params)
+        return updates, params
 
     def averaged(number: int, params: Tree, state: AverageParamsState) -> tuple[Tree, AverageParamsState]:
         # Refused before anything is sent.
@@ -156,7 +149,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
             if not unequal:
                 ok = all_finite(tree.leaves(after))
                 # The errors, too: with a NaN in them every later mean would be NaN.
-                after, of_sync = _chosen(ok, after, wide), _chosen(ok, of_sync, syncs[place])
+                after, of_sync = chosen(ok, after, wide), chosen(ok, of_sync, syncs[place])
                 left_out = left_out + (~ok).to(left_out)
             after, syncs[place] = tree.map(lambda new, old: new.to(old.dtype), after, before), of_sync
             if kind == "params":
@@ -176,7 +169,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
 
     exchange = Exchange(begin, mean, begin, _check_at_once)
 
-    alone = alone_by(inner_update)
+    alone = local_steps(inner_update, checked, facts_of(inner).shards, (), {"sync": sync})
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
     facts = merged(facts_of(inner), facts_of(sync))
     facts = facts._replace(averages=averages_of_rounds(inner, Phase.LOCAL, sync))
@@ -187,10 +180,6 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
 def _wide(values: Tree) -> Tree:
     """Return tensors of half precision in float32, and others as they are."""
     return tree.map(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), values)
-
-
-def _chosen(ok: Tensor, new: Tree, old: Tree) -> Tree:
-    return tree.map(lambda x, y: torch.where(ok.to(x.device), x, y), new, old)
 
 
 def _next(values: Iterator[Tree], old: Tree) -> Tree:

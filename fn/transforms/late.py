@@ -47,7 +47,7 @@ from fn.transforms.adam import zeros_like_moment
 from fn.transforms.average import Average, agreed
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import is_fine, skip_nonfinite
+from fn.transforms.skip_nonfinite import chosen, is_fine, skip_nonfinite
 
 Tree = Any
 
@@ -219,7 +219,7 @@ def _late(tx: Transform, correction: float) -> Transform:
         before = state.inner[:cut]
         out, after = towards(state.gradients, before, params)
         ok = true_on_all(is_fine(out, after, before), facts.shards, device_of(out))
-        after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
+        after = chosen(ok, after, before)
         out = tree.map(lambda u, old: u.to(old.dtype), tree.in_order(out, state.arrived, "updates"), state.arrived)
         there = ok.to(state.there.device)
         return params, state._replace(inner=(*after, *state.inner[cut:]), arrived=out, there=there, missing=~there)
@@ -248,8 +248,8 @@ def _late(tx: Transform, correction: float) -> Transform:
         )
         if is_there:
             return new, taken
-        chosen: tuple[Tree, LateState] = tree.map(lambda x, y: _chosen(state.there, x, y), (new, taken), (params, left))
-        return chosen
+        result: tuple[Tree, LateState] = chosen(state.there, (new, taken), (params, left))
+        return result
 
     exchange = Exchange(difference, mean, outer, check_schedule)
     keeps = LateLocal(towards, step, correction, keep)
@@ -317,10 +317,6 @@ def _moves(rates: list[float | Tensor]) -> Tensor:
     for lr in rates:
         flag = torch.logical_or(flag, lr if isinstance(lr, Tensor) else torch.full_like(flag, lr != 0))
     return flag
-
-
-def _chosen(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return new if new is old or known(ok) else torch.where(ok.to(new.device), new, old)
 
 
 def check_schedule(schedule: Schedule) -> None:

@@ -258,16 +258,6 @@ def outer(
         anchor = tree.map(lambda x: replicated_if_equal(x, axes), anchor) if axes else anchor
         return moves, state._replace(inner=inner_state, anchor=anchor)
 
-    def alone_by(update: UpdateFn) -> OuterLocal:
-        def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
-            updates, params = check_arguments(updates, state, params, OuterState, "anchor")
-            moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
-            # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
-            dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
-            return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
-
-        return OuterLocal(update, alone_by, inside, settings, local)
-
     def alike(x: Tensor) -> Tensor:
         """Return what the ranks of an island have alike, which vmap cannot know."""
         return replicated_if_equal(x, inside) if inside else x
@@ -385,7 +375,8 @@ def outer(
 
     exchange = Exchange(difference, mean, outer_step, partial(check_schedule, fragments))
 
-    alone = alone_by(inner.update(inner_phase))
+    checked = partial(check_arguments, kind=OuterState, like="anchor")
+    alone = local_steps(inner.update(inner_phase), checked, island, inside, settings)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if inner_phase in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(inside=inside), *map(facts_of, (inner, outer_tx, sync)))
     facts = facts._replace(averages=averages_of_rounds(inner, inner_phase, sync))
@@ -413,6 +404,29 @@ def _healed(
     # Made in every case, and selected below: to ask first whether it is needed would wait for the device.
     fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))
     return moved, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
+
+
+def local_steps(
+    update: UpdateFn, check: Callable[[Tree, Any, Tree], tuple[Tree, Tree]], island: Sequence[str],
+    together: tuple[str, ...], settings: Mapping[str, Any],
+) -> OuterLocal:  # fmt: skip
+    """Return the local steps of an inner optimizer, in a state with the fields `inner`, `alone` and `dropped`.
+
+    Args: update: of the inner optimizer. check: (updates, state, params) -> updates and params in their order, or an
+        error. island: axes whose ranks leave out a step together. together, settings: see `OuterLocal`.
+    """
+
+    def local(updates: Tree, state: Any, params: Tree, /) -> tuple[Tree, Any]:
+        updates, params = check(updates, state, params)
+        moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
+        # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
+        dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
+        return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
+
+    def of(other: UpdateFn) -> OuterLocal:
+        return local_steps(other, check, island, together, settings)
+
+    return OuterLocal(update, of, together, settings, local)
 
 
 def taken_alone(

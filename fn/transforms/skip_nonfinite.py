@@ -150,11 +150,14 @@ def _keep_or_skip(
     else:
         still = -0.0 if instead is None else instead
         updates = tree.map(lambda u: torch.where(ok.to(u.device), u, still), updates)
+    return updates, SkipState(chosen(ok, after, state.inner), skipped)
 
-    def chosen(new: Tensor, old: Tensor) -> Tensor:
-        return new if new is old else torch.where(ok.to(new.device), new, old)
 
-    return updates, SkipState(tree.map(chosen, after, state.inner), skipped)
+def chosen(ok: Tensor, new: Tree, old: Tree) -> Tree:
+    """Return `new` where ok, else `old`; without a pass over them where the host knows, or where both are the same."""
+    if known(ok):
+        return new
+    return tree.map(lambda x, y: x if x is y else torch.where(ok.to(x.device), x, y), new, old)
 
 
 def all_finite(leaves: list[Tensor]) -> Tensor:

@@ -15,9 +15,6 @@ from fn.errors import expected
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
 
-FEW = 16
-"""Levels up to which a pass for each is faster than scattered additions, and gives the same bits on every device."""
-
 
 class BinsPayload(NamedTuple):
     """lookup: (R, levels) float32 or float64, what each code stands for; codes: (R, n log2(levels) / 8) uint8."""
@@ -101,16 +98,10 @@ def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
 
 def _means(x: Tensor, codes: Tensor, real: Tensor, levels: int) -> Tensor:
     """Return the mean of the real elements of x (R, n) with each code: (R, levels), 0 where there are none."""
-    if levels <= FEW or x.device.type != "cpu":  # elsewhere the order in which a scatter adds is another one each time
-        means = []
-        for level in range(levels):
-            inside = (codes == level) & real
-            means.append(torch.where(inside, x, 0.0).sum(1) / inside.sum(1).clamp(min=1))
-        # (R,) of each level -> (R, levels)
-        return torch.stack(means, dim=1)
-    wide, index = torch.where(real, x, 0.0).double(), codes.long()  # one after the other, so in double precision
-    zeros = wide.new_zeros(x.shape[0], levels)
-    # (R, n) -> (R, levels)
-    sums = zeros.scatter_add(1, index, wide)
-    counts = zeros.scatter_add(1, index, real.expand(x.shape).double())
-    return (sums / counts.clamp(min=1)).to(x.dtype)
+    means = []
+    # A pass for each level: the order in which a scatter adds is another one each time on some devices.
+    for level in range(levels):
+        inside = (codes == level) & real
+        means.append(torch.where(inside, x, 0.0).sum(1) / inside.sum(1).clamp(min=1))
+    # (R,) of each level -> (R, levels)
+    return torch.stack(means, dim=1)
