@@ -148,14 +148,15 @@ def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
 
 
 def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
-    """Return how a state of shards moves: pieces of the buckets' vectors, and leaves that all ranks hold alike.
+    """Return how a state of shards moves: pieces of the buckets' vectors, whole ones, and leaves that all ranks share.
 
     Args: suffixes: how the paths of the pieces of each bucket end.
     """
 
     def bucket_of(path: str, leaf: Tensor, buckets: list[layouts.Bucket]) -> layouts.Bucket | None:
         for suffix, bucket in zip(suffixes, buckets, strict=True):
-            fits = leaf.ndim == 1 and leaf.shape[0] == bucket.segments.row_length
+            row, rows = bucket.segments.row_length, bucket.segments.valid.shape[0]
+            fits = leaf.ndim == 1 and leaf.shape[0] in (row, rows * row)
             if fits and (path == suffix or path.endswith(f".{suffix}")):
                 return bucket
         return None
@@ -164,12 +165,14 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         buckets, sums = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
+            # What all ranks hold alike rank 0 adds, and the others zeros, so that the sum is what they hold.
             if bucket is None:
-                # All ranks hold this alike: rank 0 adds it and the others zeros, so that the sum is what they hold.
                 zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
                 sums.append(leaf.double().cpu() if rank == 0 else zeros)
-            else:
+            elif leaf.shape[0] == bucket.segments.row_length:
                 sums += parts_of(in_row(leaf, bucket, rank), bucket)
+            else:
+                sums += parts_of(leaf if rank == 0 else None, bucket)
         return sums
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
@@ -178,25 +181,11 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         leaves, structure = tree.flatten(fresh)
         for path, leaf in zip(tree.paths(fresh), leaves, strict=True):
             bucket = bucket_of(path, leaf, buckets)
-            # of a piece (n,) -> (W, n / W) -> (n / W,), this rank's row
-            value = next(rest) if bucket is None else take_parts(rest, bucket).view(world, -1)[rank]
+            value = next(rest) if bucket is None else take_parts(rest, bucket)
+            if value.shape != leaf.shape:
+                value = value.view(world, -1)[rank]  # (n,) -> (W, n / W) -> (n / W,), this rank's row
             moved.append(value.to(leaf))
         return tree.unflatten(structure, moved)
-
-    return Reshape(addends, adopt)
-
-
-def vectors_reshape(axis: str, plan: Plan) -> Reshape:
-    """Return how a tuple moves that has an entry for each bucket: a vector (n,) that all ranks hold alike, or ()."""
-
-    def addends(state: Tree, world: int, rank: int) -> Tree:
-        pairs = zip(state, plan(world), strict=True)
-        # All ranks hold it alike: rank 0 adds it, the others zeros.
-        return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
-
-    def adopt(total: Tree, fresh: Tree) -> Tree:
-        triples = zip(total, fresh, plan(axis_size(axis)), strict=True)
-        return tuple(take_parts(iter(t), b).to(f) if isinstance(f, Tensor) else f for t, f, b in triples)
 
     return Reshape(addends, adopt)
 

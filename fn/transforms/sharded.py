@@ -47,7 +47,7 @@ from fn.transforms import flat_layout as layouts
 from fn.transforms.adam import share
 from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
 from fn.transforms.leafwise import apply
-from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
+from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape
 
 Tree = Any
 
@@ -327,12 +327,15 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     errors = errors_reshape(leaves, axis, plan, there, back)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
-        (lambda s: s.master, shards_reshape(axis, plan, numbers)),
+        (lambda s: (s.master, s.momentum), shards_reshape(axis, plan, numbers)),
         (lambda s: s.errors, errors),
-        (lambda s: s.momentum, vectors_reshape(axis, plan)),
     ]
-    # `place` is that of the new ranks: the saved one says which shard this was.
-    return in_parts(parts, lambda fresh, moved: ShardedState(moved[0], moved[1], moved[2], fresh.place, moved[3]))
+
+    def together(fresh: ShardedState, moved: list[Tree]) -> ShardedState:
+        inner, (master, momentum), errors = moved
+        return fresh._replace(inner=inner, master=master, momentum=momentum, errors=errors)  # `place`: of the new ranks
+
+    return in_parts(parts, together)
 
 
 def kept_of(state: ShardedState) -> list[Kept]:
