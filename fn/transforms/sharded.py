@@ -45,7 +45,7 @@ from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.adam import share
-from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
+from fn.transforms.flat_layout import Bucket, end_to_end, join, split
 from fn.transforms.leafwise import apply
 from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape
 
@@ -507,32 +507,15 @@ def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     Args: leaves, bucket: as for `flat_layout.join`. index: 0-d int64.
     Returns: a vector that may share memory with a leaf.
     """
-    # (n_i,) each
-    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]
+    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]  # (n_i,) each
     if not is_concrete(index, *tensors):
         return row_of(join(leaves, bucket), index, bucket.segments.valid.shape[0])
-    if bucket.fused and adjoin(tensors):
-        tensors = [end_to_end(tensors)]
-    number, starts = int(index), [0] * len(tensors)
-    widths = list(bucket.segments.widths)  # of each tensor in a row; a row has a piece of every tensor
-    if bucket.fused:  # the tensors lie end to end, so a row may hold any of them: each begins where the last one ends
-        widths = widths * len(tensors)
-        starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
-    ends = [(number * w - s, (number + 1) * w - s) for w, s in zip(widths, starts, strict=True)]
-    pieces = [t[max(first, 0) : max(end, 0)] for t, (first, end) in zip(tensors, ends, strict=True)]
-    # Fused: one padding behind all. Else each piece is padded to its width, also one without elements in this row.
-    padding = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
-    if bucket.fused:
-        pieces += [tensors[0].new_zeros(padding)] if padding else []
-    elif padding:
-        pieces = [F.pad(p, (0, w - p.shape[0])) for p, w in zip(pieces, widths, strict=True)]
-    if len(pieces) == 1:
-        return pieces[0]
-    if pieces[0].device.type == "cpu" and not is_recorded(pieces):
-        out = memory_pool.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype, pieces[0].device)
-        # pieces (width,) each -> (n / W,), in memory that is used again
-        return torch.cat(pieces, out=out)
-    return torch.cat(pieces)
+    tensors, number = [end_to_end(tensors)] if bucket.fused else tensors, int(index)
+    pieces = []  # (width,) of each tensor; the last rows have less of it, or nothing, and padding
+    for x, width in zip(tensors, bucket.segments.widths, strict=True):
+        piece = x[number * width : (number + 1) * width]
+        pieces.append(piece if piece.shape[0] == width else F.pad(piece, (0, width - piece.shape[0])))
+    return end_to_end(pieces)  # (n / W,)
 
 
 def refreshed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
