@@ -52,6 +52,9 @@ from fn.transforms.resharding import errors_reshape, reshapes
 from fn.transforms.sharded import check_parts, show_failures, wide
 
 Tree = Any
+EVERY = -1
+"""The owner of what every rank has."""
+
 Costs = Tree | Callable[[Tree], Tree] | None
 """A number for each tensor, in a tree like the params, or a function of them. None: `newton_schulz_costs`."""
 
@@ -170,7 +173,7 @@ def owned(
         fields = {**describe((to_owner, to_all, inner)), **describe_leaves(params), "owners": owners}
         # Before anything is sent: with other owners on another rank, both would wait for what nobody sends.
         check_agreement(axis, fields, device_of(params))
-        own = _own(leaves, owners, axis)  # the shapes of the leaves here; (0, ...) for those of other ranks
+        own = mine(leaves, owners, axis)  # the shapes of the leaves here; (0, ...) for those of other ranks
         # Clones: own tensors are the params themselves, and a state that keeps one would change with them.
         state = inner.init(tree.unflatten(structure, [x.clone() for x in own]))
         roles.check_same_params(state)
@@ -204,7 +207,7 @@ def owned(
                 # W gradients of each tensor become one mean, at its owner; (0, ...) at the other ranks
                 way = to_owner if codes else exact
                 means, worker = _means_over(grads, worker, owners, within, way)
-                own_params = tree.unflatten(structure, _own(leaves, owners, axis))
+                own_params = tree.unflatten(structure, mine(leaves, owners, axis))
                 with flags.unassumed():  # own tensors may be finite where another rank's are not
                     moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
                     # A guard inside skips on one rank only; its NaN travels, so that the guard outside skips on all.
@@ -335,14 +338,18 @@ def check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
         raise ValueError(expected("state.owners", wanted, got, cure))
 
 
-def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: AxisNames) -> list[Tensor]:
-    """Return own leaves as they are, and tensors without elements for those of others; zeros under `simulate`."""
+def mine(leaves: Sequence[Tensor], owners: Sequence[int], axis: AxisNames) -> list[Tensor]:
+    """Return own leaves as they are, and tensors without elements for those of others; zeros under `simulate`.
+
+    Args: owners: `EVERY` for what all ranks have.
+    """
     if axes.is_simulated(axis):  # vmap gives all ranks the same shapes, so what others own is zero, not empty
         rank = axes.axis_index(axis)
-        return [torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in zip(leaves, owners, strict=True)]
+        pairs = zip(leaves, owners, strict=True)
+        return [x if owner == EVERY else torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in pairs]
     here = axes.own_rank(axis)
-    mine = [axis_size(axis) == 1 or owner == here for owner in owners]
-    return [x if is_mine else _without_elements(x, x.dtype) for x, is_mine in zip(leaves, mine, strict=True)]
+    have = [axis_size(axis) == 1 or owner in (here, EVERY) for owner in owners]
+    return [x if has else _without_elements(x, x.dtype) for x, has in zip(leaves, have, strict=True)]
 
 
 def _without_elements(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -361,7 +368,7 @@ def _sent(leaves: Sequence[Tensor], owners: Sequence[int], within: Sequence[str]
         return [*leaves]
     # float32 for half precision, as means are
     wides = [x.to(wide(x.dtype)) for x in leaves]
-    return _own(wides, [owner // axis_size(between) for owner in owners], within[0])
+    return mine(wides, [owner // axis_size(between) for owner in owners], within[0])
 
 
 def _means_over(
@@ -406,7 +413,7 @@ def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str, amon
         parts = [layouts.split(vector, bucket) for vector, bucket in zip(vectors, buckets, strict=True)]
         places = [i for bucket in buckets for i in bucket.leaf_indices]
         mean_of = dict(zip(places, (x for some in parts for x in some), strict=True))
-        return _own([mean_of[i] for i in range(len(grads))], owners, axis)
+        return mine([mean_of[i] for i in range(len(grads))], owners, axis)
     # Contiguous, for a device sends large tensors from where they lie.
     columns = columns_to_owners([g.contiguous() for g in grads], owners, axis)  # of own tensors W each, None of others
     # None in a trace or a graph, where nothing that was received may be written over.
@@ -458,7 +465,7 @@ def _means_in_codes(
         mean_of[i].to(wide(g.dtype)) if i in mean_of else _without_elements(g, wide(g.dtype))
         for i, g in enumerate(grads)
     ]
-    return _own(means, owners, hop.axis), tuple(after)
+    return mine(means, owners, hop.axis), tuple(after)
 
 
 def _buckets(

@@ -42,13 +42,10 @@ from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
 from fn.transforms.mask_and_partition import Label, Labels, in_parts
-from fn.transforms.owned import Costs, OwnedState, both_ways, check_by_tensor, check_owners, form_of, plan
+from fn.transforms.owned import EVERY, Costs, OwnedState, both_ways, check_by_tensor, check_owners, form_of, mine, plan
 from fn.transforms.sharded import show_failures
 
 Tree = Any
-
-EVERY = -1
-"""The owner of a tensor that is not divided: every rank has it, and takes its step."""
 
 
 class Shards(NamedTuple):
@@ -159,7 +156,7 @@ def unsharded(
         fields = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes, "owners": owners}
         check_agreement(axis, fields, device_of(params))
         # pieces (n / W, ...) -> whole params (n, ...) at their owners: init sends them, so all ranks must call it
-        wholes = _own(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
+        wholes = mine(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
         state = inner.init(tree.unflatten(form.inner, wholes))
         roles.check_same_params(state)
         worker, server = [], []
@@ -187,7 +184,7 @@ def unsharded(
             gathering, dividing = (to_owner, to_pieces) if coded else (exact, exact)
             # pieces (n / W, ...) on each rank -> whole tensors (n, ...) at their owners, (0, ...) elsewhere
             wholes, worker = _gathered(leaves, cuts, owners, gathering, state.errors.worker)
-            own = _own(wholes, owners, axis)
+            own = mine(wholes, owners, axis)
             # The params are not brought together. NaN in their place shows up in the updates of a link that reads them.
             shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]
             inner_params = tree.unflatten(form.inner, shapes)
@@ -383,15 +380,6 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
 def _is_here(owner: int, axis: str) -> bool:
     """Return whether this rank keeps what an owner has; all simulated ranks do."""
     return owner == EVERY or axes.resolve(axis).transport == axes.SIMULATED or owner == axes.own_rank(axis)
-
-
-def _own(wholes: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
-    """Return own tensors, and zeros for those of others under `simulate`, where all ranks get all."""
-    _, rank, transport = axes.resolve(axis)
-    if transport != axes.SIMULATED:
-        return [*wholes]
-    pairs = zip(wholes, owners, strict=True)
-    return [x if owner == EVERY else torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in pairs]
 
 
 def _gathered(
