@@ -17,7 +17,10 @@ from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.feedback import Classic, Decayed, Feedback, Off, classic
+from fn.collectives.codecs.codec import identity
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
+from fn.collectives.hierarchy import Hop
 from fn.errors import expected
 from fn.facts import Averages, Facts, merged
 from fn.kernels import memory_pool, rules
@@ -26,7 +29,9 @@ from fn.kernels.lists import elementwise
 from fn.kernels.orthonormal import orthonormalized
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded, pooled
 from fn.roles import declare
+from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average
+from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes
 
 Tree = Any
 
@@ -127,8 +132,7 @@ def low_rank_average(
         rank: r, a whole number; or which fraction of the smaller side, a float in (0, 1], rounded up. A matrix whose
             own rank is no larger travels exactly. Raise it where the loss lags behind exact averages: bytes grow with
             it, and time a little.
-        feedback: how errors are kept, as vectors: `classic()`, which None is, or `decayed(...)`. With `off()` the
-            directions that the factors miss are lost.
+        feedback: how errors are kept; None is `classic()`. With `off()` the directions that the factors miss are lost.
         mean: what averages the factors, such as `compressed_average(axis, int8(), off())`; None: exactly. It must keep
             no errors: the basis changes in each step, so an error would mean nothing in the next one. What travels
             exactly is then a message of its own. What codes lose of the factors is in no error.
@@ -153,7 +157,6 @@ def low_rank_average(
     """
     feedback = classic() if feedback is None else feedback
     _check(rank, feedback, min_rate, orthonormal)
-    keep, deliver = _keep_and_deliver(feedback)
     for name, value in (("multiple_of", multiple_of), ("iterations", iterations)):
         check_whole(name, value, 1)
     check_whole("seed", seed)
@@ -197,7 +200,10 @@ def low_rank_average(
             if tree.leaves(states):
                 cure = "give it fn.off(): the basis of the factors changes, so errors of them mean nothing"
                 raise ValueError(expected("mean", "a transform that keeps nothing", "one with a state", cure))
-        return (OrthonormalState if orthonormal else LowRankState)(errors, q, states)
+        state = (OrthonormalState if orthonormal else LowRankState)(errors, q, states)
+        if isinstance(axis, str):
+            reshapes.add((state, _reshape(leaves, plans, axis, feedback)))
+        return state
 
     @cached_plan
     def stacks_of(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device, bool], ...]) -> list[_Stack]:
@@ -248,7 +254,7 @@ def low_rank_average(
             whole = [i for i in range(len(leaves)) if i not in iterated]
 
             # Of a stack of B tensors, with n = rows and m = columns of what is iterated, and r = its rank:
-            c = _compensated(leaves, state.errors, stacks, keep)  # (B, rows, columns)
+            c = _compensated(leaves, state.errors, stacks, feedback)  # (B, rows, columns)
             means_of_whole = [leaves[i].to(scale_dtype(leaves[i])) for i in whole]  # as they are, until step 0 is over
             bases = [torch.stack([state.q[i] for i in stack.places]) for stack in stacks]  # (B, m, r)
             q, errors = bases, list(state.errors)
@@ -267,9 +273,9 @@ def low_rank_average(
                 p = orthonormalized(p)  # (B, n, r), the same on all ranks
                 # R_r^T of this rank, (B, r, m); its transpose would take three times as long on a CPU.
                 r = [torch.bmm(left.mT, _matrix(x, s.plan)) for left, x, s in zip(p, c, stacks, strict=True)]
-                if keep and step + 1 == iterations:  # before the exchange: what this rank's own factor leaves
+                if step + 1 == iterations:  # before the exchange: the error is what this rank's own factor leaves
                     for x, left, right, stack in zip(c, p, r, stacks, strict=True):
-                        after = _errors(x, left, right.mT, stack.plan, deliver)
+                        after = _errors(x, left, right.mT, stack, errors, feedback)
                         for i, error in zip(stack.places, after, strict=True):
                             errors[i] = error
                 r[:sent], _ = exchange(stacks[:sent], r[:sent], [], state.mean[1], flipped=True)
@@ -335,34 +341,36 @@ def _matrix(x: Tensor, plan: _Plan) -> Tensor:
     return x.mT if plan.transposed else x
 
 
-def _keep_and_deliver(feedback: Feedback) -> tuple[float, float]:
-    """Return the two numbers of a feedback c = x + keep e, e <- c - deliver C(c); zeros where it keeps nothing."""
+def _keep_and_deliver(feedback: Feedback) -> tuple[float, float] | None:
+    """Return the two numbers of a feedback c = x + keep e, e <- c - deliver C(c); None for another."""
     rule = feedback.rule
-    if isinstance(rule, Classic | Off):
-        return (1.0, 1.0) if isinstance(rule, Classic) else (0.0, 0.0)
-    if not isinstance(rule, Decayed):
-        wanted = "one whose errors are vectors, fn.classic() or fn.decayed(keep, deliver), or fn.off()"
-        raise ValueError(expected("feedback", wanted, f"{feedback!r}"))
-    return rule.keep, rule.deliver
+    if isinstance(rule, Classic):
+        return 1.0, 1.0
+    return (rule.keep, rule.deliver) if isinstance(rule, Decayed) else None
 
 
 def _compensated(
-    leaves: Sequence[Tensor], errors: Sequence[Tree], stacks: Sequence[_Stack], keep: float
+    leaves: Sequence[Tensor], errors: Sequence[Tree], stacks: Sequence[_Stack], feedback: Feedback
 ) -> list[Tensor]:
     """Return c of stacks, (B, rows, columns) each, float32 at least, in memory of their own."""
     places = [i for stack in stacks for i in stack.places]
-    grads = [leaves[i].reshape(-1) for i in places]  # (n,) each, as the errors lie
-    before = [errors[i] for i in places] if keep else [g.to(scale_dtype(g)) for g in grads]  # times 0, without errors
-    if is_concrete(*grads, *before) and not is_recorded([*grads, *before]):
+    # (n,) each, as the errors lie
+    grads, before = [leaves[i].reshape(-1) for i in places], [errors[i] for i in places]
+    rule = _keep_and_deliver(feedback)
+    if rule is None:
+        compensated = [feedback.compensate(g, e).to(scale_dtype(g)) for g, e in zip(grads, before, strict=True)]
+    elif is_concrete(*grads, *before) and not is_recorded([*grads, *before]):
         likes = [leaves[stack.places[0]] for stack in stacks]
         shapes = [(len(stack.places), stack.plan.rows, stack.plan.columns) for stack in stacks]
         pairs = zip(shapes, likes, strict=True)
         # Sums are written where the stack lies: to stack them afterwards would copy all gradients.
         c = [memory_pool.empty(shape, scale_dtype(like), like.device) for shape, like in pairs]
         out = [flat for x in c for flat in x.flatten(1).unbind()]  # (B, rows, columns) -> B times (rows columns,)
-        elementwise(rules.plus, (grads, before), keep, like=1, out=[out])
+        elementwise(rules.plus, (grads, before), rule[0], like=1, out=[out])
         return c
-    each = iter(elementwise(rules.plus, (grads, before), keep, like=1))
+    else:
+        compensated = elementwise(rules.plus, (grads, before), rule[0], like=1)
+    each = iter(compensated)
     # (n,) each -> (B, rows, columns)
     return [torch.stack([next(each).view(s.plan.rows, s.plan.columns) for _ in s.places]) for s in stacks]
 
@@ -374,10 +382,50 @@ def _product(p: Tensor, q: Tensor, plan: _Plan, like: Tensor) -> Tensor:
     return product
 
 
-def _errors(c: Tensor, p: Tensor, r: Tensor, plan: _Plan, deliver: float) -> Sequence[Tensor]:
+def _errors(
+    c: Tensor, p: Tensor, r: Tensor, stack: _Stack, before: Sequence[Tree], feedback: Feedback
+) -> Sequence[Tree]:
     """Return the next errors of a stack, written into the memory of c where nobody else has that."""
-    left, right = (r, p) if plan.transposed else (p, r)
+    rule = _keep_and_deliver(feedback)
+    if rule is None:
+        # (B, rows, columns) -> B vectors (n,), as the errors lie
+        delivered = _product(p, r, stack.plan, c).flatten(1).unbind()
+        triples = zip(c.flatten(1).unbind(), delivered, stack.places, strict=True)
+        return [feedback.residual(x, sent, before[i]) for x, sent, i in triples]
+    left, right = (r, p) if stack.plan.transposed else (p, r)
     # c is read for the last time here, so errors may take its memory; a graph or a trace may need it.
     out = c if is_concrete(c) and not is_recorded([c]) else None
     # c - deliver P R^T, (B, rows, columns) -> B vectors (n,)
-    return torch.baddbmm(c, left, right.mT, alpha=-deliver, out=out).flatten(1).unbind()
+    return torch.baddbmm(c, left, right.mT, alpha=-rule[1], out=out).flatten(1).unbind()
+
+
+def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedback: Feedback) -> Reshape:
+    """Return how a `LowRankState` moves: the sum of the errors is divided anew, Q is the same everywhere."""
+    places = [i for i, plan in enumerate(plans) if plan.rank]
+
+    def plan(world: int) -> list[layouts.Bucket]:
+        buckets = layouts.buckets(leaves, 1, 1, "per_tensor")
+        return [buckets[i] for i in places]
+
+    def errors_of(state: LowRankState) -> ErrorFeedbackState:
+        return ErrorFeedbackState(tuple(state.errors[i] for i in places), ((),) * len(places))
+
+    def bases_of(state: LowRankState) -> list[Tensor]:
+        return [state.q[i] for i in places]
+
+    def addends(bases: list[Tensor], world: int, rank: int) -> list[Tensor]:
+        # Rank 0 adds Q and the others zeros, so that the sum over the old ranks is Q.
+        return [q.double().cpu() * (rank == 0) for q in bases]
+
+    def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
+        return [basis.to(q) for basis, q in zip(total, fresh, strict=True)]
+
+    def join(fresh: LowRankState, moved: list[Tree]) -> LowRankState:
+        errors, q = list(fresh.errors), list(fresh.q)
+        for i, e, basis in zip(places, moved[0].worker, moved[1], strict=True):
+            errors[i], q[i] = e, basis
+        return fresh._replace(errors=tuple(errors), q=tuple(q))
+
+    hops = Hop(axis, identity(), feedback), Hop(axis, identity(), off())
+    of_errors = errors_reshape(leaves, axis, plan, *hops)
+    return in_parts([(errors_of, of_errors), (bases_of, Reshape(addends, adopt))], join)

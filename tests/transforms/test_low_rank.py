@@ -211,13 +211,13 @@ def test_factors_in_codes_still_bring_the_mean():
     assert tree.leaves(state.mean) == []
 
 
-@pytest.mark.parametrize("feedback", [fn.decayed(0.9), fn.off()])
+@pytest.mark.parametrize("feedback", [fn.classic(store=torch.bfloat16), fn.damped(), fn.decayed(0.9), fn.off()])
 def test_other_feedbacks_are_followed(feedback):
     """A constant gradient comes through within the feedback's resolution; without one, its largest part does."""
     grads = [normal(1, 2, 12, 8).expand(60, 2, 12, 8)]
     out, _ = run(fn.low_rank_average("data", 2, feedback=feedback), grads)
     lost = (out[0][30:].mean(0) - grads[0][0].mean(0)).norm() / grads[0][0].mean(0).norm()
-    assert lost < {"Off": 0.8}.get(type(feedback.rule).__name__, 0.5)
+    assert lost < {"Off": 0.8, "StoredClassic": 0.1}.get(type(feedback.rule).__name__, 0.5)
 
 
 REFUSED = [
@@ -226,7 +226,6 @@ REFUSED = [
     ({"rank": "4"}, TypeError, "rank: expected a number"),
     ({"min_rate": 0}, ValueError, "min_rate: expected"),
     ({"feedback": fn.sign()}, TypeError, "feedback: expected"),
-    ({"feedback": fn.damped()}, ValueError, "feedback: expected one whose errors are vectors"),
     ({"mean": fn.sign()}, TypeError, "mean: expected"),
     ({"orthonormal": 1}, TypeError, "orthonormal: expected"),
     ({"iterations": 0}, ValueError, "iterations: expected"),
@@ -251,6 +250,7 @@ def test_a_mean_that_keeps_errors_is_refused():
 
 MAKES = {
     "powersgd": partial(fn.powersgd_adamw, axis="data", rank=2),
+    "damped": partial(fn.powersgd_adamw, axis="data", rank=2, feedback=fn.damped()),
     "dion": partial(fn.dion, axis="data"),
 }
 
@@ -302,15 +302,16 @@ def test_a_matrix_that_cholesky_fails_on_is_left_out_and_kept_in_its_error(bad):
 
 
 def of_state(opt: fn.Optimizer) -> LowRankState:
-    """Return what low rank keeps."""
+    """Return what low rank keeps, with errors as vectors."""
     found: list[LowRankState] = []
     tree.replace(opt.states, LowRankState, lambda s: found.append(s) or s)
     (state,) = found
     return state
 
 
-def errors(state: LowRankState) -> list[Tensor]:
-    return [error.clone() for error in state.errors if isinstance(error, Tensor)]
+def errors(state: LowRankState, name: str) -> list[Tensor]:
+    load = (fn.damped() if name == "damped" else fn.classic()).compensate
+    return [load(torch.zeros(math.prod(s)), e) for s, e in zip(SHAPES, state.errors, strict=True) if e != ()]
 
 
 def saving(folder: str) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def saving(folder: str) -> dict[str, Any]:
             step(params, opt, t)
         checkpoint.save(f"{folder}/{name}", opt)
         q = [x for x in of_state(opt).q if isinstance(x, Tensor)]
-        found[name] = [x.numpy() for x in errors(of_state(opt))], [x.numpy() for x in q]
+        found[name] = [x.numpy() for x in errors(of_state(opt), name)], [x.numpy() for x in q]
     return found
 
 
@@ -331,7 +332,7 @@ def loading(folder: str) -> dict[str, Any]:
         params, opt = make(name)
         checkpoint.load(f"{folder}/{name}", opt)
         q = [x for x in of_state(opt).q if isinstance(x, Tensor)]
-        kept = [x.numpy() for x in errors(of_state(opt))], [x.numpy().copy() for x in q]
+        kept = [x.numpy() for x in errors(of_state(opt), name)], [x.numpy().copy() for x in q]
         for t in range(5, 8):
             step(params, opt, t)
         found[name] = *kept, all(bool(p.isfinite().all()) for p in params)
@@ -348,7 +349,7 @@ def test_another_world_keeps_the_mean_of_the_errors_and_the_basis(old, new, tmp_
             was = sum(found[name][0][k].astype(np.float64) for found in before) / old
             now = sum(found[name][0][k].astype(np.float64) for found in after) / new
             assert np.abs(was).max() > 0
-            assert np.abs(was - now).max() <= 1e-6 * np.abs(was).max()
+            assert np.abs(was - now).max() <= (2e-2 if name == "damped" else 1e-6) * np.abs(was).max()
             for found in after:
                 assert np.array_equal(found[name][1][k], before[0][name][1][k])
         assert all(found[name][2] for found in after)
