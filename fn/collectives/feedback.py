@@ -412,7 +412,7 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
     Raises: TypeError for an error of a feedback that does not tell its rule, unless it is such a vector itself.
     """
-    if isinstance(feedback.rule, Off) or (feedback.rule is not None and isinstance(error, tuple) and not error):
+    if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
         return None
     if feedback.rule is None or isinstance(feedback.rule, Decayed | Differences):  # it adds something else to a message
         return _as_kept(error, segments)

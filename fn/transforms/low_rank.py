@@ -31,7 +31,7 @@ from fn.kernels.tracing import cached_plan, is_concrete, is_recorded, pooled
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average
-from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes
+from fn.transforms.resharding import Reshape, errors_reshape, reshapes
 
 Tree = Any
 
@@ -202,7 +202,7 @@ def low_rank_average(
                 raise ValueError(expected("mean", "a transform that keeps nothing", "one with a state", cure))
         state = (OrthonormalState if orthonormal else LowRankState)(errors, q, states)
         if isinstance(axis, str):
-            reshapes.add((state, _reshape(leaves, plans, axis, feedback)))
+            reshapes.add((errors, _reshape(leaves, axis, feedback)))  # Q is the same everywhere
         return state
 
     @cached_plan
@@ -399,33 +399,16 @@ def _errors(
     return torch.baddbmm(c, left, right.mT, alpha=-rule[1], out=out).flatten(1).unbind()
 
 
-def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedback: Feedback) -> Reshape:
-    """Return how a `LowRankState` moves: the sum of the errors is divided anew, Q is the same everywhere."""
-    places = [i for i, plan in enumerate(plans) if plan.rank]
-
-    def plan(world: int) -> list[layouts.Bucket]:
-        buckets = layouts.buckets(leaves, 1, 1, "per_tensor")
-        return [buckets[i] for i in places]
-
-    def errors_of(state: LowRankState) -> ErrorFeedbackState:
-        return ErrorFeedbackState(tuple(state.errors[i] for i in places), ((),) * len(places))
-
-    def bases_of(state: LowRankState) -> list[Tensor]:
-        return [state.q[i] for i in places]
-
-    def addends(bases: list[Tensor], world: int, rank: int) -> list[Tensor]:
-        # Rank 0 adds Q and the others zeros, so that the sum over the old ranks is Q.
-        return [q.double().cpu() * (rank == 0) for q in bases]
-
-    def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
-        return [basis.to(q) for basis, q in zip(total, fresh, strict=True)]
-
-    def join(fresh: LowRankState, moved: list[Tree]) -> LowRankState:
-        errors, q = list(fresh.errors), list(fresh.q)
-        for i, e, basis in zip(places, moved[0].worker, moved[1], strict=True):
-            errors[i], q[i] = e, basis
-        return fresh._replace(errors=tuple(errors), q=tuple(q))
-
+def _reshape(leaves: Sequence[Tensor], axis: str, feedback: Feedback) -> Reshape:
+    """Return how the errors of a `LowRankState` move: as those of workers without servers."""
+    rows = layouts.buckets(leaves, 1, 1, "per_tensor")
     hops = Hop(axis, identity(), feedback), Hop(axis, identity(), off())
-    of_errors = errors_reshape(leaves, axis, plan, *hops)
-    return in_parts([(errors_of, of_errors), (bases_of, Reshape(addends, adopt))], join)
+    move = errors_reshape(leaves, axis, lambda world: rows, *hops)
+
+    def of(errors: tuple[Tree, ...]) -> ErrorFeedbackState:
+        return ErrorFeedbackState(errors, ((),) * len(errors))
+
+    return Reshape(
+        lambda errors, world, rank: move.addends(of(errors), world, rank),
+        lambda total, fresh: move.adopt(total, of(fresh)).worker,
+    )
