@@ -128,16 +128,6 @@ def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
             param[j] = adamw(param[j], new, square, *descent)
 
 
-@compiled("contract")
-def momentum_piece(p, mu, nu, descent, count):
-    """Take a frozen step from a momentum that is there already."""
-    param, m, v = floats(p), floats(mu), floats(nu)
-    for j in range(count):
-        new = kept_at_zero(m[j], v[j], ZERO, ZERO)
-        m[j] = new
-        param[j] = adamw(param[j], new, v[j], *descent)
-
-
 @compiled()
 def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, frozen):
     """Take AdamW's step, block by block."""
@@ -147,7 +137,7 @@ def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, froz
         for i in range(0, length, STEP):
             at, count = 4 * (offset + i), min(STEP, length - i)
             if frozen and g == mu:  # one address given twice keeps a loop from lanes
-                momentum_piece(p + at, mu + at, nu + at, descent, count)
+                onebit_piece(mu + at, p + at, nu + at, descent, True, count)
             else:
                 adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, count)
 
@@ -175,34 +165,12 @@ def mean_of_rows(rows, count_of_rows, share, at, out, count):
         to[j] *= share
 
 
-@compiled("contract")
-def adamw_into_piece(p, g, mu, nu, b1, b2, rest2, descent, new, new_mu, new_nu, count):
-    """Take AdamW's step elsewhere."""
-    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
-    to, to_m, to_v = floats(new), floats(new_mu), floats(new_nu)
-    for j in range(count):
-        momentum, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
-        to_m[j], to_v[j] = momentum, square
-        to[j] = adamw(param[j], momentum, square, *descent)
-
-
-@compiled("contract")
-def frozen_into_piece(p, g, mu, nu, b1, descent, new, new_mu, count):
-    """Take a frozen step elsewhere."""
-    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
-    to, to_m = floats(new), floats(new_mu)
-    for j in range(count):
-        momentum = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
-        to_m[j] = momentum
-        to[j] = adamw(param[j], momentum, v[j], *descent)
-
-
 @compiled()
 def adamw_into_blocks(
     low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, frozen, scratch
 ):
     """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
-    # Results are formed in the scratch, from where `write` may send them past the cache.
+    # Results are formed over copies in the scratch, from where `write` may send them past the cache.
     here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
     for k in range(low, high):
         _, first, length, _, _ = block_of(grid, k)
@@ -217,10 +185,10 @@ def adamw_into_blocks(
                 # One gradient is read where it lies: a mean of one would be a copy of it.
                 mean_of_rows(rows, count_of_rows, share, at, scratch, count)
                 g = scratch
-            if frozen:
-                frozen_into_piece(p + at, g, mu + at, nu + at, b1, descent, here, here_mu, count)
-            else:
-                adamw_into_piece(p + at, g, mu + at, nu + at, b1, b2, rest2, descent, here, here_mu, here_nu, count)
+            write(here, p + at, count, False)
+            write(here_mu, mu + at, count, False)
+            write(here_nu, nu + at, count, False)
+            adamw_piece(here, g, here_mu, here_nu, b1, b2, rest2, descent, frozen, count)
             of_mean, of_param = larger_magnitude(of_mean, g, count), larger_magnitude(of_param, here, count)
             write(to + at, here, count, nontemporal)
             write(to_mu + at, here_mu, count, nontemporal)
