@@ -13,7 +13,7 @@ from torch import Tensor
 from fn.kernels import layout
 from fn.kernels.cpu.blocks import BLOCK, BlockTable, block_table, blocks_of_segments, run
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
-from fn.kernels.cpu.loops import PREFETCH_NEAR, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.loops import PREFETCH, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import compensated, residual
@@ -39,8 +39,8 @@ def pack(b, bits, real, count, soon, too):
     """
     x, to, one, other = floats(b), octets(bits), floats(soon), floats(too)
     for k in range(real // 8):
-        prefetch(one, PREFETCH_NEAR + 8 * k)
-        prefetch(other, PREFETCH_NEAR + 8 * k)
+        prefetch(one, PREFETCH + 8 * k)
+        prefetch(other, PREFETCH + 8 * k)
         put_sign_byte(to, k, x, 8 * k)
     for k in range(real // 8, (count + 7) // 8):
         byte = 0

@@ -15,20 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
-from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude, prefetch
-from fn.kernels.cpu.loops import (
-    LINE,
-    PREFETCH_FAR,
-    SMALLEST,
-    STEP,
-    ZERO,
-    block_of,
-    compiled,
-    pad,
-    streams,
-    within,
-    write,
-)
+from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
+from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
@@ -204,8 +192,6 @@ def magnitude_blocks(low, high, grid, xs, peaks):
         _, _, length, s, offset = block_of(grid, k)
         x, peak = ints(xs)[s] + 4 * offset, magnitude(ZERO)
         for i in range(0, length, STEP):
-            for j in range(0, STEP, LINE):
-                prefetch(floats(x + 4 * i), PREFETCH_FAR + j)
             peak = larger_magnitude(peak, x + 4 * i, min(STEP, length - i))
         floats(peaks)[k] = of_magnitude(peak)
 
