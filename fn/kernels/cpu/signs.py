@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import layout
-from fn.kernels.cpu.blocks import BLOCK, BlockTable, block_table, blocks_of_segments, run
+from fn.kernels.cpu.blocks import BlockTable, add_up, block_table, run
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
 from fn.kernels.cpu.loops import PREFETCH, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.layout import plain
@@ -155,18 +155,6 @@ def residual_blocks(low, high, grid, b, scales, out, scratch):
             write(out + at, scratch, count, nontemporal)
 
 
-@compiled()
-def add_up(squares, lengths, rows, segments, sums):
-    """Add the squares of blocks (R, blocks) up to those of segments (R, S), in the order of the blocks."""
-    k = 0
-    for i in range(rows * segments):
-        total = 0.0
-        for _ in range(ints(lengths)[i % segments]):
-            total += doubles(squares)[k]
-            k += 1
-        doubles(sums)[i] = total
-
-
 def _single(*tensors: Tensor) -> list[Tensor] | None:
     """Return the tensors as contiguous float32, or None if one of them is float64."""
     if any(t.dtype == torch.float64 for t in tensors):
@@ -180,14 +168,6 @@ def outputs(rows: int, at: BlockTable) -> tuple[Tensor, Tensor]:
     return bits, torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
 
 
-def sums_of(squares: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return the sums of squares of the segments from those of the blocks, (R, S) float64."""
-    lengths = blocks_of_segments(tuple(runs), BLOCK, squares.device)
-    sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64, device="cpu")
-    add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
-    return sums
-
-
 def _encode(
     x: Tensor, error: tuple[Tensor, Tensor] | None, b: Tensor | None, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -195,7 +175,7 @@ def _encode(
     at = block_table(runs)
     bits, squares = outputs(x.shape[0], at)
     run(encode_blocks, at, valid, x, *(error or (None, None)), b, bits, squares, scratch=SCRATCH, over=b is x)
-    return bits, sums_of(squares, runs)
+    return bits, add_up(squares, runs)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -264,7 +244,7 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     scales, buffer, sent = found
     b, (mine, squares) = empty((bits.shape[0], at.n), torch.float32, bits.device), outputs(bits.shape[0], at)
     run(serve_blocks, at, valid, *messages(bits, scales), buffer, sent, b, mine, squares, scratch=SCRATCH)
-    return b, mine, sums_of(squares, runs)
+    return b, mine, add_up(squares, runs)
 
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
+from fn.kernels.cpu.blocks import BlockTable, add_up, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
 from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, pad, streams, within, write
-from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
+from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import adamw, kept_at_zero, lerp, second_moment
@@ -213,7 +213,7 @@ def momentum_encode(
     b, (bits, squares) = empty((rows, at.n), torch.float32, buffer.device), outputs(rows, at)
     run(encode_averages, at, valid, [*mu], [*grads], *extents(mu, at), float(decay), buffer, sent, b, bits, squares,
         scratch=SCRATCH)  # fmt: skip
-    return b, bits, sums_of(squares, runs)
+    return b, bits, add_up(squares, runs)
 
 
 def onebit_adam_(
