@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, add_up, block_table, run, runs_of_tensors
-from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, pad, streams, within, write
-from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, unpack_mean
+from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
+from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude
+from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, streams, within, write
+from fn.kernels.cpu.signs import divided, encode, messages, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import adamw, kept_at_zero, lerp, second_moment
@@ -35,36 +35,6 @@ def moved(m, g, b1):
     """
     m = lerp(g, m, b1)
     return ZERO if abs(m) < SMALLEST else m
-
-
-@compiled("contract")
-def average(mu, g, decay, out, have, count):
-    """Write the moving average, and zeros behind the end of a tensor."""
-    m, x, to = floats(mu), floats(g), floats(out)
-    for j in range(have):
-        to[j] = lerp(x[j], m[j], decay)
-    pad(out, have, count)
-
-
-@compiled()
-def encode_averages(low, high, grid, mus, gs, widths, sizes, decay, buffer, sent, out, bits, squares, scratch):
-    """Encode with feedback the moving averages of tensors, as `signs.encode_blocks`."""
-    b = scratch + 4 * STEP
-    for k in range(low, high):
-        r, first, length, s, offset = block_of(grid, k)
-        here, start, total = r * grid.segments + s, r * ints(widths)[s] + offset, 0.0
-        # `real` counts valid elements of the row, `have` those of the tensor, behind which nothing may be read.
-        real, scale, have = ints(grid.valid)[here] - offset, floats(sent)[here], ints(sizes)[s] - start
-        mu, g, row = ints(mus)[s] + 4 * start, ints(gs)[s] + 4 * start, 4 * (r * grid.n + first)
-        to, nontemporal = bits + r * ((grid.n + 7) // 8) + first // 8, streams(grid, out + row)
-        for i in range(0, length, STEP):
-            at, count = 4 * i, min(STEP, length - i)
-            inside = within(real - i, count)
-            average(mu + at, g + at, decay, scratch, within(have - i, count), count)
-            compensate(scratch, buffer + row + at, scale, b, inside, count)
-            write(out + row + at, b, count, nontemporal)
-            total += pack(b, to + i // 8, inside, count, mu + at, g + at)
-        doubles(squares)[k] = total
 
 
 @compiled("contract")
@@ -209,11 +179,8 @@ def momentum_encode(
     at = block_table(runs)
     if not at.aligned or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
-    rows = buffer.shape[0]
-    b, (bits, squares) = empty((rows, at.n), torch.float32, buffer.device), outputs(rows, at)
-    run(encode_averages, at, valid, [*mu], [*grads], *extents(mu, at), float(decay), buffer, sent, b, bits, squares,
-        scratch=SCRATCH)  # fmt: skip
-    return b, bits, add_up(squares, runs)
+    b, averages = empty(buffer.shape, torch.float32, buffer.device), ([*mu], [*grads], *extents(mu, at), float(decay))
+    return (b, *encode(buffer.shape[0], valid, runs, (buffer, sent), b, averages=averages))
 
 
 def onebit_adam_(
