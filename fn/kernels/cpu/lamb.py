@@ -17,15 +17,13 @@ from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
 from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import sum_of_squares
-from fn.kernels.cpu.steps import extents, larger_magnitude
+from fn.kernels.cpu.steps import extents, larger_magnitude, onebit_piece
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import (
     clamped,
     decayed,
     denominator,
-    descended,
-    direction,
     drift,
     implied_gradient,
     kept_at_zero,
@@ -71,23 +69,16 @@ def fresh_blocks(
         to[3 * k], to[3 * k + 1], to[3 * k + 2] = np.float64(of_magnitude(peak)), of_q, of_u
 
 
-@compiled("contract")
-def step_piece(p, mu, nu, rate, eps, decay, limit, count):
-    """Take LAMB's step."""
-    param, m, v = floats(p), floats(mu), floats(nu)
-    for j in range(count):
-        param[j] = descended(param[j], clamped(direction(m[j], v[j], eps), limit), decay, rate)
-
-
 @compiled()
 def step_blocks(low, high, grid, ps, mus, nus, rates, eps, decay, limit):
     """Take the step of every tensor at its own rate, block by block."""
     for k in range(low, high):
         _, _, length, s, offset = block_of(grid, k)
+        descent = eps, decay, floats(rates)[s], limit
         for i in range(0, length, STEP):
             at = 4 * (offset + i)
             p, mu, nu = ints(ps)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
-            step_piece(p, mu, nu, floats(rates)[s], eps, decay, limit, min(STEP, length - i))
+            onebit_piece(mu, p, nu, descent, False, min(STEP, length - i))
 
 
 @compiled("contract")
