@@ -60,7 +60,7 @@ def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
 
         return Sized(largest_of(grads, moments.step), commit)
 
-    return staged_by(chain, h.eps, Eligibility("lamb_step_", FIELDS), stage)
+    return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
 
 def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
@@ -70,7 +70,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
         return DECAYS
     if not isinstance(average, CodedAverage) or average.rule.layout != "fused":
         return "1-bit LAMB has kernels for fn.compressed_average over one axis in the layout 'fused'"
-    eligible = Eligibility("lamb_step_", FIELDS)
+    eligible = Eligibility("adamw_", FIELDS)
 
     def fits(updates: Tree, moments: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
         return eligible(updates, moments, params) if axis_size(average.rule.axis) > 1 else None

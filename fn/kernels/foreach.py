@@ -336,12 +336,9 @@ def _fit(*lists: Sequence[Tensor]) -> bool:
 
 EVERYWHERE = (momentum_rows, momentum_encode, quantize_feedback, onebit_adam_, adamw_)
 ON_ACCELERATORS = (elementwise_, sums_of_squares, largest_magnitude)
-REFERENCES = (reference.steps.drift, reference.steps.onebit_lamb_moments_, reference.steps.lamb_step_)
-"""References that are good enough: their temporaries are those of one tensor, and without these 1-bit LAMB's and 0/1
-Adam's steps would be the pure ones."""
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    kernels = (*EVERYWHERE, *REFERENCES, *(() if device_type == "cpu" else ON_ACCELERATORS))
+    kernels = EVERYWHERE if device_type == "cpu" else (*EVERYWHERE, *ON_ACCELERATORS)
     return Accelerator(device_type, {f.__name__: f for f in kernels}, provider="torch")
