@@ -198,6 +198,11 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
 # any rule
 
 
+def _method(function: Callable[..., Any]) -> Any:
+    """Return a function of torch as a method."""
+    return lambda *args: function(*args)
+
+
 class Many:
     """A list of tensors as a number of a rule: what a rule does with it is a function of torch's for lists."""
 
@@ -216,38 +221,14 @@ class Many:
         columns = [x.tensors if isinstance(x, Many) else [x] * size for x in args]
         return cls([func(*row, **(kwargs or {})) for row in zip(*columns, strict=True)])
 
-    def __add__(self, other: Any) -> Any:
-        return torch.add(self, other)  # type: ignore[call-overload]
-
-    def __sub__(self, other: Any) -> Any:
-        return torch.sub(self, other)  # type: ignore[call-overload]
-
-    def __mul__(self, other: Any) -> Any:
-        return torch.mul(self, other)  # type: ignore[arg-type]
-
-    def __truediv__(self, other: Any) -> Any:
-        return torch.div(self, other)  # type: ignore[arg-type]
-
-    def __neg__(self) -> Any:
-        return torch.neg(self)  # type: ignore[arg-type]
-
-    def __gt__(self, other: Any) -> Any:
-        return torch.gt(self, other)  # type: ignore[call-overload]
-
-    def __lt__(self, other: Any) -> Any:
-        return torch.lt(self, other)  # type: ignore[call-overload]
-
-    def __ge__(self, other: Any) -> Any:
-        return torch.ge(self, other)  # type: ignore[call-overload]
-
-    def __eq__(self, other: object) -> Any:
-        return torch.eq(self, other)  # type: ignore[call-overload]
-
-    def sqrt(self) -> Any:
-        """Return the square roots."""
-        return torch.sqrt(self)  # type: ignore[arg-type]
-
-    __radd__, __rmul__ = __add__, __mul__
+    __add__ = __radd__ = _method(torch.add)
+    __sub__ = _method(torch.sub)
+    __mul__ = __rmul__ = _method(torch.mul)
+    __truediv__ = _method(torch.div)
+    __neg__ = _method(torch.neg)
+    __gt__, __ge__ = _method(torch.gt), _method(torch.ge)
+    __lt__, __eq__ = _method(torch.lt), _method(torch.eq)
+    sqrt = _method(torch.sqrt)
 
 
 LISTED: dict[Any, Callable[..., Any]] = {
