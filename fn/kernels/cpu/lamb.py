@@ -20,16 +20,8 @@ from fn.kernels.cpu.signs import sum_of_squares
 from fn.kernels.cpu.steps import extents, larger_magnitude, onebit_piece
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.rules import (
-    clamped,
-    decayed,
-    denominator,
-    drift,
-    implied_gradient,
-    kept_at_zero,
-    lerp,
-    second_moment,
-)
+from fn.kernels.rules import clamped, decayed, denominator, implied_gradient, kept_at_zero, lerp, second_moment
+from fn.kernels.rules import drift as drift_of
 
 
 @compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
@@ -87,7 +79,7 @@ def drift_piece(p, anchor, mu, g, nu, decay, eps, lr, out, count):
     param, a, m, x, v, to = floats(p), floats(anchor), floats(mu), floats(g), floats(nu), floats(out)
     for j in range(count):
         average = kept_at_zero(lerp(x[j], m[j], decay), v[j], ZERO, ZERO)
-        to[j] = drift(param[j], a[j], average, v[j], eps, lr)
+        to[j] = drift_of(param[j], a[j], average, v[j], eps, lr)
 
 
 @compiled()
@@ -148,7 +140,7 @@ def lamb_step_(
     return None
 
 
-def drift_(
+def drift(
     params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
     nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
 ) -> Any:  # fmt: skip
@@ -162,8 +154,4 @@ def drift_(
     return out
 
 
-KERNELS = {
-    "onebit_lamb_moments_": onebit_lamb_moments_,
-    "lamb_step_": lamb_step_,
-    "drift": drift_,
-}
+KERNELS = (onebit_lamb_moments_, lamb_step_, drift)

@@ -259,8 +259,5 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     return out
 
 
-_CELLS = (
-    sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve,
-    sign_decode_mean,
-)  # fmt: skip
-KERNELS = {f.__name__: f for f in _CELLS}
+KERNELS = (sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve,
+           sign_decode_mean)  # fmt: skip

@@ -238,5 +238,4 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return peaks.amax()
 
 
-_CELLS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
-KERNELS = {f.__name__: f for f in _CELLS}
+KERNELS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
