@@ -201,7 +201,7 @@ _VMAP_CAN_VIEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 
 def _flat(leaf: Tensor) -> Tensor:
     """Return a leaf (R, ...) as (R, n) whose rows lie in one piece."""
-    flat = leaf.contiguous().flatten(1)
+    flat = leaf.contiguous().view(leaf.shape[0], leaf.shape[1:].numel())
     if flat.shape[1] <= 1 and flat.stride(1) != 1:  # none or a single one is contiguous whatever its stride
         return flat.clone(memory_format=torch.contiguous_format)
     return flat

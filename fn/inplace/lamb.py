@@ -60,7 +60,7 @@ def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
 
         return Sized(largest_of(grads, moments.step), commit)
 
-    return staged_by(chain, h.eps, Eligibility("lamb_step_", FIELDS), stage)
+    return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
 
 def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
@@ -70,7 +70,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
         return DECAYS
     if not isinstance(average, CodedAverage) or average.rule.layout != "fused":
         return "1-bit LAMB has kernels for fn.compressed_average over one axis in the layout 'fused'"
-    eligible = Eligibility("lamb_step_", FIELDS)
+    eligible = Eligibility("adamw_", FIELDS)
 
     def fits(updates: Tree, moments: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
         return eligible(updates, moments, params) if axis_size(average.rule.axis) > 1 else None
@@ -91,7 +91,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
         def commit() -> None:
             args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step
             # (S, 3) float64
-            sums = torch.ops.fn.onebit_lamb_moments_(leaves, averages, scaling, mu, nu, fresh, *args)
+            sums = direct("onebit_lamb_moments_", leaves, averages, scaling, mu, nu, fresh, *args)
             last = _read(moments.factor)
             factor = bounded_factor(h, last, sums[:, 0].float(), *sums[:, 1:].sqrt().float().unbind(1))
             # (S,); a tensor without elements has no ratio, and keeps its factor.
@@ -114,7 +114,7 @@ def _descend(
     moments: OnebitLambState, lists: list[list[Tensor]], ratio: Tensor, h: LambHyper, rate: float, max_step: float
 ) -> None:
     params, mu, nu, _ = lists
-    torch.ops.fn.lamb_step_(params, mu, nu, rate * ratio, h.eps, h.weight_decay, max_step)
+    direct("lamb_step_", params, mu, nu, rate * ratio, h.eps, h.weight_decay, max_step)
     _write(moments.ratio, ratio)
     moments.step.add_(1)
 

@@ -22,6 +22,7 @@ from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import memory_pool
 from fn.kernels.reference.steps import is_normal
+from fn.kernels.table import direct
 from fn.kernels.tracing import is_concrete
 from fn.transforms import flat_layout as layouts
 from fn.transforms.adam import Adam, Moments, OnebitAdam
@@ -106,7 +107,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in moved]
             if whole is not None and not keeps and old.dtype == dtype:
                 new[0] = whole[int(index)]  # params that are not kept are made where they travel from
-            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], *numbers)
+            peaks = direct("adamw_into_", new, rows, [old, mu, nu], *numbers)
             del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
             # Before the gather: the NaN tells all ranks in the message that travels in any case.
             _mark(new[0], peaks, dtype)

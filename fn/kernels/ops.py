@@ -49,7 +49,7 @@ def check(name: str, args: Sequence[Any]) -> None:
     named = dict(zip(ARGUMENTS[name], args, strict=True))
     device = device_of(args)
     for key, value in named.items():
-        for tensor in _suspects(value, device) if isinstance(value, list | tuple) else (value,):
+        for tensor in value if isinstance(value, list | tuple) else (value,):
             if isinstance(tensor, Tensor):
                 _check_dtype(key, tensor)
                 if tensor.device != device:
@@ -104,15 +104,6 @@ def _check_places(
     if any(x.numel() not in (1, count) for x in scalars):
         got = f"shapes {[tuple(x.shape) for x in scalars]}"
         raise ValueError(expected("scalars", f"one number each, or one per tensor, {count}", got))
-
-
-def _suspects(values: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """Return the tensors of a list that may be wrong: none if all are floats on the device, as in every step."""
-    plain = {type(t) for t in values} <= {Tensor, torch.nn.Parameter}
-    tensors = values if plain else [t for t in values if isinstance(t, Tensor)]
-    if all(map(Tensor.is_floating_point, tensors)) and {t.device for t in tensors} <= {device}:
-        return []  # without a look at each: steps have many
-    return [t for t in tensors if not (t.is_floating_point() and t.device == device)]
 
 
 def _check_dtype(key: str, value: Tensor) -> None:

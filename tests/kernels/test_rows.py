@@ -49,11 +49,9 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunk", [100, *(pytest.param(n, marks=pytest.mark.reliability) for n in (1, 1 << 22))])
-def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
+def test_the_functions_of_lists_of_accelerators_conform():
     from fn.kernels import foreach
 
-    monkeypatch.setattr(foreach, "CHUNK", chunk)
     kinds = {f.__name__: f for f in foreach.ON_ACCELERATORS}
     row = kernels.Accelerator("cpu", kinds, provider="torch")
     assert fn.testing.conformance(row, sizes=(0, 9, 1023))
@@ -61,14 +59,6 @@ def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
         assert known_answers.complaint(name, kernel, torch.device("cpu")) is None
         empty = [[torch.zeros(0)] if isinstance(a, list) else a for a in known_answers.examples(name)[0]]
         assert kernel(*empty) is NotImplemented
-
-
-def test_drift_of_lists_selects_zeros_where_gradients_are_not_finite():
-    from fn.kernels import foreach
-
-    one, zero, inf = torch.ones(8), torch.zeros(8), torch.full((8,), torch.inf)
-    found = foreach.drift([one], [zero], [zero], [inf], [zero], 0.9, 0.5, 0.1, 1, [1, 8])
-    assert torch.equal(found, torch.full((1, 8), 0.5))
 
 
 @pytest.mark.slow

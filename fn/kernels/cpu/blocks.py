@@ -89,20 +89,20 @@ def _block_table(runs: tuple[int, ...], block: int) -> BlockTable:
     return BlockTable(table, n, segments, widths, aligned, whole, even)
 
 
-def add_up(squares: Tensor, runs: Sequence[int], block: int = BLOCK) -> Tensor:
-    """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
-    lengths = blocks_of_segments(tuple(runs), block, squares.device)
+def add_up(squares: Tensor, runs: Sequence[int]) -> Tensor:
+    """Add the squared norms of blocks (R, blocks) up to those of segments, in the order of the blocks: (R, S)."""
+    lengths = _blocks_of_segments(tuple(runs), squares.device)
     if not squares.numel():
         return squares.new_zeros((squares.shape[0], len(lengths)))
-    # (R, places) -> (places, R) -> (S, R) -> (R, S)
+    # (R, blocks) -> (blocks, R) -> (S, R) -> (R, S)
     columns = squares.t().contiguous()
     return torch.segment_reduce(columns, "sum", lengths=lengths, axis=0, unsafe=True).t().contiguous()
 
 
 @lru_cache(maxsize=PLANS)
-def blocks_of_segments(runs: tuple[int, ...], block: int, device: torch.device) -> Tensor:
-    """Return how many places each segment has, (S,) int64."""
-    counts = [-(-width // block) for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+def _blocks_of_segments(runs: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return how many blocks each segment has, (S,) int64."""
+    counts = [-(-width // BLOCK) for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
     return torch.tensor(counts, dtype=torch.int64, device=device)
 
 

@@ -277,5 +277,4 @@ def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[
     return dequantize_mean(codes, scales, valid, runs, E4M3 if mantissa == 3 else E5M2)
 
 
-CELLS = quantize, quantize_feedback, dequantize_mean, quantize_fp8, dequantize_fp8
-KERNELS = {f.__name__: f for f in CELLS}
+KERNELS = (quantize, quantize_feedback, dequantize_mean, quantize_fp8, dequantize_fp8)

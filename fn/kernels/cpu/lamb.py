@@ -17,21 +17,11 @@ from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
 from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import sum_of_squares
-from fn.kernels.cpu.steps import extents, larger_magnitude
+from fn.kernels.cpu.steps import extents, larger_magnitude, onebit_piece
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.rules import (
-    clamped,
-    decayed,
-    denominator,
-    descended,
-    direction,
-    drift,
-    implied_gradient,
-    kept_at_zero,
-    lerp,
-    second_moment,
-)
+from fn.kernels.rules import clamped, decayed, denominator, implied_gradient, kept_at_zero, lerp, second_moment
+from fn.kernels.rules import drift as drift_of
 
 
 @compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
@@ -71,23 +61,16 @@ def fresh_blocks(
         to[3 * k], to[3 * k + 1], to[3 * k + 2] = np.float64(of_magnitude(peak)), of_q, of_u
 
 
-@compiled("contract")
-def step_piece(p, mu, nu, rate, eps, decay, limit, count):
-    """Take LAMB's step."""
-    param, m, v = floats(p), floats(mu), floats(nu)
-    for j in range(count):
-        param[j] = descended(param[j], clamped(direction(m[j], v[j], eps), limit), decay, rate)
-
-
 @compiled()
 def step_blocks(low, high, grid, ps, mus, nus, rates, eps, decay, limit):
     """Take the step of every tensor at its own rate, block by block."""
     for k in range(low, high):
         _, _, length, s, offset = block_of(grid, k)
+        descent = eps, decay, floats(rates)[s], limit
         for i in range(0, length, STEP):
             at = 4 * (offset + i)
             p, mu, nu = ints(ps)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
-            step_piece(p, mu, nu, floats(rates)[s], eps, decay, limit, min(STEP, length - i))
+            onebit_piece(mu, p, nu, descent, False, min(STEP, length - i))
 
 
 @compiled("contract")
@@ -96,7 +79,7 @@ def drift_piece(p, anchor, mu, g, nu, decay, eps, lr, out, count):
     param, a, m, x, v, to = floats(p), floats(anchor), floats(mu), floats(g), floats(nu), floats(out)
     for j in range(count):
         average = kept_at_zero(lerp(x[j], m[j], decay), v[j], ZERO, ZERO)
-        to[j] = drift(param[j], a[j], average, v[j], eps, lr)
+        to[j] = drift_of(param[j], a[j], average, v[j], eps, lr)
 
 
 @compiled()
@@ -157,7 +140,7 @@ def lamb_step_(
     return None
 
 
-def drift_(
+def drift(
     params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
     nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
 ) -> Any:  # fmt: skip
@@ -171,8 +154,4 @@ def drift_(
     return out
 
 
-KERNELS = {
-    "onebit_lamb_moments_": onebit_lamb_moments_,
-    "lamb_step_": lamb_step_,
-    "drift": drift_,
-}
+KERNELS = (onebit_lamb_moments_, lamb_step_, drift)

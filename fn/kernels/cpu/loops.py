@@ -26,13 +26,10 @@ from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude, str
 STEP = 256
 """Elements of a piece: enough to pay for the checks in front of a loop."""
 
-PREFETCH_NEAR, PREFETCH_FAR = STEP, 1 << 11
-"""Elements that are asked for ahead, measured: where codes are packed, and where one tensor is read. Processors do not
-look beyond a page of memory by themselves. Lines are asked for one by one in a loop that is no vector's; many at once
-keep what is needed now waiting, and loops that do little else are faster without."""
-
-LINE = 16
-"""Elements of a cache line."""
+PREFETCH = STEP
+"""Elements that are asked for ahead, measured, where codes are packed. Processors do not look beyond a page of memory
+by themselves. Lines are asked for one by one in a loop that is no vector's; many at once keep what is needed now
+waiting, and loops that do little else are faster without."""
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 INFINITY = np.float32(np.inf)

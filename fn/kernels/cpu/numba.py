@@ -13,6 +13,5 @@ from fn.kernels.table import Accelerator
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    modules = (signs, ints, steps, lamb)
-    kernels = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
-    return Accelerator(device_type, kernels, provider="numba")
+    kernels = (*signs.KERNELS, *ints.KERNELS, *steps.KERNELS, *lamb.KERNELS)
+    return Accelerator(device_type, {f.__name__: f for f in kernels}, provider="numba")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fn.kernels import layout
-from fn.kernels.cpu.blocks import BLOCK, BlockTable, block_table, blocks_of_segments, run
+from fn.kernels.cpu.blocks import add_up, block_table, run
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
-from fn.kernels.cpu.loops import PREFETCH_NEAR, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.loops import PREFETCH, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.rules import compensated, residual
+from fn.kernels.rules import compensated, lerp, residual
 
 SCRATCH = 8 * STEP
 """Bytes of two pieces."""
@@ -39,8 +39,8 @@ def pack(b, bits, real, count, soon, too):
     """
     x, to, one, other = floats(b), octets(bits), floats(soon), floats(too)
     for k in range(real // 8):
-        prefetch(one, PREFETCH_NEAR + 8 * k)
-        prefetch(other, PREFETCH_NEAR + 8 * k)
+        prefetch(one, PREFETCH + 8 * k)
+        prefetch(other, PREFETCH + 8 * k)
         put_sign_byte(to, k, x, 8 * k)
     for k in range(real // 8, (count + 7) // 8):
         byte = 0
@@ -85,45 +85,47 @@ def unpack_mean(bits, stride, ranks, scales, segments, out, real, count):
     pad(out, real, count)
 
 
+@compiled("contract")
+def average(mu, g, decay, out, have, count):
+    """Write the moving average, and zeros behind the end of a tensor."""
+    m, x, to = floats(mu), floats(g), floats(out)
+    for j in range(have):
+        to[j] = lerp(x[j], m[j], decay)
+    pad(out, have, count)
+
+
 @compiled()
-def encode_blocks(low, high, grid, x, buffer, sent, out, bits, squares, scratch):
-    """Encode x (R, n), with feedback if buffer is not 0; squares (R, blocks) float64."""
+def encode_blocks(low, high, grid, x, averages, received, buffer, sent, out, bits, squares, scratch):
+    """Encode one of three: x (R, n), moving averages of tensors, the mean of W messages; squares (R, blocks) float64.
+
+    What is not encoded is 0. With feedback if buffer is not 0: what is encoded then goes to `out`.
+    """
+    mus, gs, widths, sizes, decay = averages
+    codes, row_stride, stride, ranks, scales = received
     for k in range(low, high):
         r, first, length, s, offset = block_of(grid, k)
         here, total = r * grid.segments + s, 0.0
         real, to, row = ints(grid.valid)[here] - offset, bits + r * ((grid.n + 7) // 8), 4 * (r * grid.n + first)
         scale, nontemporal = floats(sent)[here] if buffer else ZERO, streams(grid, out + row)
         for i in range(0, length, STEP):
-            at, count = row + 4 * i, min(STEP, length - i)
-            inside, b = within(real - i, count), x + at
-            # 0 is no address: there is no feedback.
+            at, byte, count = row + 4 * i, (first + i) // 8, min(STEP, length - i)
+            inside = within(real - i, count)
+            if mus:
+                start = r * ints(widths)[s] + offset + i
+                soon, too, b = ints(mus)[s] + 4 * start, ints(gs)[s] + 4 * start, scratch
+                # `inside` counts valid elements of the row, `sizes` those of the tensor, which may be fewer.
+                average(soon, too, decay, b, within(ints(sizes)[s] - start, count), count)
+            elif codes:
+                theirs, factors = codes + r * row_stride + byte, scales + 4 * (r * ranks * grid.segments + s)
+                soon, too, b = buffer + at, buffer + at, scratch
+                unpack_mean(theirs, stride, ranks, factors, grid.segments, b, inside, count)
+            else:
+                soon, too, b = x + at, buffer + at if buffer else x + at, x + at
             if buffer:
-                compensate(x + at, buffer + at, scale, scratch, inside, count)
-                write(out + at, scratch, count, nontemporal)
-                b = scratch
-            total += pack(b, to + (first + i) // 8, inside, count, x + at, buffer + at if buffer else x + at)
-        doubles(squares)[k] = total
-
-
-@compiled()
-def serve_blocks(
-    low, high, grid, received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch
-):
-    """Encode with feedback the mean of W messages."""
-    b = scratch + 4 * STEP
-    for k in range(low, high):
-        r, first, length, s, offset = block_of(grid, k)
-        here, total = r * grid.segments + s, 0.0
-        real, to, row = ints(grid.valid)[here] - offset, bits + r * ((grid.n + 7) // 8), 4 * (r * grid.n + first)
-        theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
-        scale, nontemporal = floats(sent)[here], streams(grid, out + row)
-        for i in range(0, length, STEP):
-            at, count = row + 4 * i, min(STEP, length - i)
-            inside, byte = within(real - i, count), (first + i) // 8
-            unpack_mean(theirs + byte, stride, ranks, factors, grid.segments, scratch, inside, count)
-            compensate(scratch, buffer + at, scale, b, inside, count)
-            write(out + at, b, count, nontemporal)
-            total += pack(b, to + byte, inside, count, buffer + at, buffer + at)
+                compensate(b, buffer + at, scale, scratch + 4 * STEP, inside, count)
+                b = scratch + 4 * STEP
+                write(out + at, b, count, nontemporal)
+            total += pack(b, to + byte, inside, count, soon, too)
         doubles(squares)[k] = total
 
 
@@ -155,18 +157,6 @@ def residual_blocks(low, high, grid, b, scales, out, scratch):
             write(out + at, scratch, count, nontemporal)
 
 
-@compiled()
-def add_up(squares, lengths, rows, segments, sums):
-    """Add the squares of blocks (R, blocks) up to those of segments (R, S), in the order of the blocks."""
-    k = 0
-    for i in range(rows * segments):
-        total = 0.0
-        for _ in range(ints(lengths)[i % segments]):
-            total += doubles(squares)[k]
-            k += 1
-        doubles(sums)[i] = total
-
-
 def _single(*tensors: Tensor) -> list[Tensor] | None:
     """Return the tensors as contiguous float32, or None if one of them is float64."""
     if any(t.dtype == torch.float64 for t in tensors):
@@ -174,28 +164,21 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
     return [t.to(torch.float32).contiguous() for t in tensors]
 
 
-def outputs(rows: int, at: BlockTable) -> tuple[Tensor, Tensor]:
-    """Return memory for the bits of rows, and for the squares of their blocks."""
-    bits = empty((rows, layout.bytes_for(at.n)), torch.uint8, torch.device("cpu"))
-    return bits, torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
+def encode(
+    rows: int, valid: Tensor, runs: Sequence[int], error: tuple[Tensor | None, Tensor | None], out: Tensor | None, *,
+    x: Tensor | None = None, averages: tuple[Any, ...] = (None, None, None, None, 0.0),
+    received: tuple[Any, ...] = (None, 0, 0, 0, None),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the bits and the sums of x, of averages or of the mean of messages, see `encode_blocks`.
 
-
-def sums_of(squares: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return the sums of squares of the segments from those of the blocks, (R, S) float64."""
-    lengths = blocks_of_segments(tuple(runs), BLOCK, squares.device)
-    sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64, device="cpu")
-    add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
-    return sums
-
-
-def _encode(
-    x: Tensor, error: tuple[Tensor, Tensor] | None, b: Tensor | None, valid: Tensor, runs: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return the bits and the sums; write what is encoded into b, if there is one, which may be x."""
+    Args: error: a buffer and the scales it was sent with. out: what is encoded is written there, which may be x.
+    """
     at = block_table(runs)
-    bits, squares = outputs(x.shape[0], at)
-    run(encode_blocks, at, valid, x, *(error or (None, None)), b, bits, squares, scratch=SCRATCH, over=b is x)
-    return bits, sums_of(squares, runs)
+    bits = empty((rows, layout.bytes_for(at.n)), torch.uint8, valid.device)
+    squares = torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
+    run(encode_blocks, at, valid, x, averages, received, *error, out, bits, squares, scratch=SCRATCH,
+        over=out is x is not None)  # fmt: skip
+    return bits, add_up(squares, runs)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -203,7 +186,7 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     found = _single(x)
     if found is None or not block_table(runs).aligned:
         return NotImplemented
-    return _encode(found[0], None, None, valid, runs)
+    return encode(x.shape[0], valid, runs, (None, None), None, x=found[0])
 
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -213,14 +196,14 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
         return NotImplemented
     x, buffer, sent = found
     b = empty(x.shape, torch.float32, x.device)
-    return (b, *_encode(x, (buffer, sent), b, valid, runs))
+    return (b, *encode(x.shape[0], valid, runs, (buffer, sent), b, x=x))
 
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.codes.sign_encode_feedback_`."""
     if not plain((x, buffer, sent)) or not block_table(runs).aligned:
         return NotImplemented
-    return _encode(x, (buffer, sent), x, valid, runs)
+    return encode(x.shape[0], valid, runs, (buffer, sent), x, x=x)
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -262,9 +245,8 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found
-    b, (mine, squares) = empty((bits.shape[0], at.n), torch.float32, bits.device), outputs(bits.shape[0], at)
-    run(serve_blocks, at, valid, *messages(bits, scales), buffer, sent, b, mine, squares, scratch=SCRATCH)
-    return b, mine, sums_of(squares, runs)
+    b = empty((bits.shape[0], at.n), torch.float32, bits.device)
+    return (b, *encode(bits.shape[0], valid, runs, (buffer, sent), b, received=messages(bits, scales)))
 
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -277,8 +259,5 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     return out
 
 
-_CELLS = (
-    sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve,
-    sign_decode_mean,
-)  # fmt: skip
-KERNELS = {f.__name__: f for f in _CELLS}
+KERNELS = (sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve,
+           sign_decode_mean)  # fmt: skip

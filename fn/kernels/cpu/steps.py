@@ -15,21 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
-from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude, prefetch
-from fn.kernels.cpu.loops import (
-    LINE,
-    PREFETCH_FAR,
-    SMALLEST,
-    STEP,
-    ZERO,
-    block_of,
-    compiled,
-    pad,
-    streams,
-    within,
-    write,
-)
-from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
+from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude
+from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, streams, within, write
+from fn.kernels.cpu.signs import divided, encode, messages, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import adamw, kept_at_zero, lerp, second_moment
@@ -47,36 +35,6 @@ def moved(m, g, b1):
     """
     m = lerp(g, m, b1)
     return ZERO if abs(m) < SMALLEST else m
-
-
-@compiled("contract")
-def average(mu, g, decay, out, have, count):
-    """Write the moving average, and zeros behind the end of a tensor."""
-    m, x, to = floats(mu), floats(g), floats(out)
-    for j in range(have):
-        to[j] = lerp(x[j], m[j], decay)
-    pad(out, have, count)
-
-
-@compiled()
-def encode_averages(low, high, grid, mus, gs, widths, sizes, decay, buffer, sent, out, bits, squares, scratch):
-    """Encode with feedback the moving averages of tensors, as `signs.encode_blocks`."""
-    b = scratch + 4 * STEP
-    for k in range(low, high):
-        r, first, length, s, offset = block_of(grid, k)
-        here, start, total = r * grid.segments + s, r * ints(widths)[s] + offset, 0.0
-        # `real` counts valid elements of the row, `have` those of the tensor, behind which nothing may be read.
-        real, scale, have = ints(grid.valid)[here] - offset, floats(sent)[here], ints(sizes)[s] - start
-        mu, g, row = ints(mus)[s] + 4 * start, ints(gs)[s] + 4 * start, 4 * (r * grid.n + first)
-        to, nontemporal = bits + r * ((grid.n + 7) // 8) + first // 8, streams(grid, out + row)
-        for i in range(0, length, STEP):
-            at, count = 4 * i, min(STEP, length - i)
-            inside = within(real - i, count)
-            average(mu + at, g + at, decay, scratch, within(have - i, count), count)
-            compensate(scratch, buffer + row + at, scale, b, inside, count)
-            write(out + row + at, b, count, nontemporal)
-            total += pack(b, to + i // 8, inside, count, mu + at, g + at)
-        doubles(squares)[k] = total
 
 
 @compiled("contract")
@@ -128,16 +86,6 @@ def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
             param[j] = adamw(param[j], new, square, *descent)
 
 
-@compiled("contract")
-def momentum_piece(p, mu, nu, descent, count):
-    """Take a frozen step from a momentum that is there already."""
-    param, m, v = floats(p), floats(mu), floats(nu)
-    for j in range(count):
-        new = kept_at_zero(m[j], v[j], ZERO, ZERO)
-        m[j] = new
-        param[j] = adamw(param[j], new, v[j], *descent)
-
-
 @compiled()
 def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, frozen):
     """Take AdamW's step, block by block."""
@@ -147,7 +95,7 @@ def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, froz
         for i in range(0, length, STEP):
             at, count = 4 * (offset + i), min(STEP, length - i)
             if frozen and g == mu:  # one address given twice keeps a loop from lanes
-                momentum_piece(p + at, mu + at, nu + at, descent, count)
+                onebit_piece(mu + at, p + at, nu + at, descent, True, count)
             else:
                 adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, count)
 
@@ -175,34 +123,12 @@ def mean_of_rows(rows, count_of_rows, share, at, out, count):
         to[j] *= share
 
 
-@compiled("contract")
-def adamw_into_piece(p, g, mu, nu, b1, b2, rest2, descent, new, new_mu, new_nu, count):
-    """Take AdamW's step elsewhere."""
-    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
-    to, to_m, to_v = floats(new), floats(new_mu), floats(new_nu)
-    for j in range(count):
-        momentum, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
-        to_m[j], to_v[j] = momentum, square
-        to[j] = adamw(param[j], momentum, square, *descent)
-
-
-@compiled("contract")
-def frozen_into_piece(p, g, mu, nu, b1, descent, new, new_mu, count):
-    """Take a frozen step elsewhere."""
-    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
-    to, to_m = floats(new), floats(new_mu)
-    for j in range(count):
-        momentum = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
-        to_m[j] = momentum
-        to[j] = adamw(param[j], momentum, v[j], *descent)
-
-
 @compiled()
 def adamw_into_blocks(
     low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, frozen, scratch
 ):
     """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
-    # Results are formed in the scratch, from where `write` may send them past the cache.
+    # Results are formed over copies in the scratch, from where `write` may send them past the cache.
     here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
     for k in range(low, high):
         _, first, length, _, _ = block_of(grid, k)
@@ -217,10 +143,10 @@ def adamw_into_blocks(
                 # One gradient is read where it lies: a mean of one would be a copy of it.
                 mean_of_rows(rows, count_of_rows, share, at, scratch, count)
                 g = scratch
-            if frozen:
-                frozen_into_piece(p + at, g, mu + at, nu + at, b1, descent, here, here_mu, count)
-            else:
-                adamw_into_piece(p + at, g, mu + at, nu + at, b1, b2, rest2, descent, here, here_mu, here_nu, count)
+            write(here, p + at, count, False)
+            write(here_mu, mu + at, count, False)
+            write(here_nu, nu + at, count, False)
+            adamw_piece(here, g, here_mu, here_nu, b1, b2, rest2, descent, frozen, count)
             of_mean, of_param = larger_magnitude(of_mean, g, count), larger_magnitude(of_param, here, count)
             write(to + at, here, count, nontemporal)
             write(to_mu + at, here_mu, count, nontemporal)
@@ -236,8 +162,6 @@ def magnitude_blocks(low, high, grid, xs, peaks):
         _, _, length, s, offset = block_of(grid, k)
         x, peak = ints(xs)[s] + 4 * offset, magnitude(ZERO)
         for i in range(0, length, STEP):
-            for j in range(0, STEP, LINE):
-                prefetch(floats(x + 4 * i), PREFETCH_FAR + j)
             peak = larger_magnitude(peak, x + 4 * i, min(STEP, length - i))
         floats(peaks)[k] = of_magnitude(peak)
 
@@ -255,11 +179,8 @@ def momentum_encode(
     at = block_table(runs)
     if not at.aligned or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
-    rows = buffer.shape[0]
-    b, (bits, squares) = empty((rows, at.n), torch.float32, buffer.device), outputs(rows, at)
-    run(encode_averages, at, valid, [*mu], [*grads], *extents(mu, at), float(decay), buffer, sent, b, bits, squares,
-        scratch=SCRATCH)  # fmt: skip
-    return b, bits, sums_of(squares, runs)
+    b, averages = empty(buffer.shape, torch.float32, buffer.device), ([*mu], [*grads], *extents(mu, at), float(decay))
+    return (b, *encode(buffer.shape[0], valid, runs, (buffer, sent), b, averages=averages))
 
 
 def onebit_adam_(
@@ -317,5 +238,4 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return peaks.amax()
 
 
-_CELLS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
-KERNELS = {f.__name__: f for f in _CELLS}
+KERNELS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)

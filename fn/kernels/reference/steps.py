@@ -154,7 +154,9 @@ def adamw_into_(
     return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 
 
-def _descend(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, max_step: float) -> None:
+def _descend(
+    p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float | Tensor, max_step: float
+) -> None:
     u = clamped(over_root(m, v, eps), max_step)
     p.copy_(rules.descended(p.to(u.dtype), u, weight_decay, lr))
 
@@ -200,8 +202,7 @@ def lamb_step_(
     Args: params, mu, nu: S tensors each; params are written. rates (S,). max_step: as for `onebit_lamb_moments_`.
     """
     for p, m, v, rate in zip(params, mu, nu, rates.unbind(), strict=True):
-        u = clamped(over_root(m, v, eps), max_step)
-        p.copy_(rules.descended(p.to(m.dtype), u, weight_decay, rate.to(m.dtype)))
+        _descend(p, m, v, eps, weight_decay, rate.to(m.dtype), max_step)
 
 
 def _table(rows: list[Tensor]) -> Tensor:

@@ -83,7 +83,7 @@ def test_nothing_is_spilled(case):
 
 @compiled
 @pytest.mark.parametrize("case", ["encode", "residual", "encode_averages", "onebit", "adamw", "adamw_into",
-                                  "lamb_step", "drift", "momentum_rows", "elementwise"])  # fmt: skip
+                                  "drift", "momentum_rows", "elementwise"])  # fmt: skip
 def test_whole_blocks_are_read_in_vectors(case):
     """Each list is read once by fours, in whole blocks, and once one by one, at ends; all else is a few scales."""
     words = ahead.compile_ahead(case, "sm_90").asm["ptx"].split()

@@ -48,7 +48,8 @@ def test_steps_launch_nothing_that_known_answers_have_not_compiled(monkeypatch, 
     echo = transports.register("says the same", transports.Transport(
         all_to_all=lambda x: x, all_gather=lambda x: x.expand(2, *x.shape), psum=lambda x: x.mul_(2)
     ))  # fmt: skip
-    for make, kernel in ((fn.onebit_adam, "onebit"), (fn.zero_one_adam, "drift"), (fn.onebit_lamb, "lamb_step")):
+    of_lamb = "onebit_lamb_moments"
+    for make, kernel in ((fn.onebit_adam, "onebit"), (fn.zero_one_adam, "drift"), (fn.onebit_lamb, of_lamb)):
         launched.clear()
         params = [torch.nn.Parameter(torch.ones(n)) for n in (64, 4104, 640, 4, 28)]
         with Binding({"data": Axis(2, torch.tensor(0), echo)}):

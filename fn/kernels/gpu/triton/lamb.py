@@ -7,6 +7,7 @@ then the functions of the table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +31,11 @@ from fn.kernels.gpu.triton.blocks import (
     pointer,
     store,
 )
+from fn.kernels.gpu.triton.lists import elementwise_
 from fn.kernels.gpu.triton.rules import (
     clamped,
     decayed,
     denominator,
-    descended,
-    direction,
     implied_gradient,
     kept_at_zero,
     lerp,
@@ -91,28 +91,6 @@ def onebit_lamb_moments_kernel(addresses, table, scaling, sums, b1, rest1, b2, r
         onebit_moments_block(*block, True, BLOCK)
     else:
         onebit_moments_block(*block, False, BLOCK)
-
-
-@jit
-def step_block(p, mu, nu, rate, eps, weight_decay, max_step, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """Take the step."""
-    i = tl.arange(0, BLOCK)
-    u = clamped(direction(load(mu, i, length, FULL), load(nu, i, length, FULL), eps), max_step)
-    store(p, i, descended(load(p, i, length, FULL), u, weight_decay, rate), length, FULL)
-
-
-@kernel
-def lamb_step_kernel(addresses, table, rates, eps, weight_decay, max_step, n, blocks, P: tl.constexpr,
-                     ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Take the step of every tensor at its own rate. addresses: of params, mu, nu."""
-    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    tensor, rate = addresses + s * 5, tl.load(rates + s).to(tl.float32)
-    p, mu = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, tl.float32, ALIGNED)
-    nu = pointer(tensor + 2, offset, tl.float32, ALIGNED)
-    if length == BLOCK:
-        step_block(p, mu, nu, rate, eps, weight_decay, max_step, length, True, BLOCK)
-    else:
-        step_block(p, mu, nu, rate, eps, weight_decay, max_step, length, False, BLOCK)
 
 
 @jit
@@ -190,14 +168,9 @@ def lamb_step_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
     weight_decay: float, max_step: float,
 ) -> Any:  # fmt: skip
-    """See `reference.steps.lamb_step_`."""
-    lists = lists_of(params, mu, nu, P=params)
-    if lists is None:
-        return NotImplemented
-    numbers = floats(eps, weight_decay, max_step)
-    args = lists.addresses, lists.row.table, rates.contiguous(), *numbers, *lists.row.sizes
-    launch(lamb_step_kernel, rates, lists.row.blocks, *args, **lists.constants)
-    return None
+    """See `reference.steps.lamb_step_`: AdamW's rule at a rate for each tensor."""
+    numbers = eps, weight_decay, math.nan, max_step  # the rates stand in place of the third
+    return elementwise_("adamw", params, [*params, *mu, *nu], [rates], [2], numbers)
 
 
 def momentum_rows(

@@ -75,8 +75,8 @@ for _name, _rule in vars(rules).items():
 RULES = _scope
 """All rules by name, as they are compiled here."""
 
-adamw, clamped, decayed, denominator, descended, direction, drift = (
-    _scope[name] for name in ("adamw", "clamped", "decayed", "denominator", "descended", "direction", "drift")
+adamw, clamped, decayed, denominator, drift = (
+    _scope[name] for name in ("adamw", "clamped", "decayed", "denominator", "drift")
 )
 implied_gradient, kept_at_zero, second_moment = (
     _scope[name] for name in ("implied_gradient", "kept_at_zero", "second_moment")
