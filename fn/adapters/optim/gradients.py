@@ -144,27 +144,6 @@ def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
         raise ValueError(expected("max_norm", "None where the axes are two or more", f"{max_norm} on {[*axes]}"))
 
 
-def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    """Refuse the norm that a trainer clips each rank's own gradients by, before anything is trained.
-
-    Args: max_grad_norm: the trainer's setting; None and 0 are not to clip.
-    Raises: ValueError that says how to clip.
-
-    >>> import fn
-    >>> fn.adapters.check_max_grad_norm(0.0)
-    >>> try:
-    ...     fn.adapters.check_max_grad_norm(1.0)
-    ... except ValueError as error:
-    ...     print(error.args[0].partition(", because")[0])
-    max_grad_norm: expected 0
-    """
-    if max_grad_norm:
-        cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "
-        cure += "keep_local(model) in place of overlap"
-        wanted = "0, because a trainer clips the gradients of each rank by that rank's norm"
-        raise ValueError(expected("max_grad_norm", wanted, f"{max_grad_norm}", cure))
-
-
 CLOSE = 1e-5
 """Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
 
