@@ -27,10 +27,18 @@ def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
         own: OuterState = chain.link.state(state)
-        if _anchor_is_narrower(own, params):
-            return None
+        anchor, leaves = tree.leaves(own.anchor), tree.leaves(params)
+        if any(narrows(a.dtype, p.dtype) for a, p in zip(anchor, leaves, strict=True)):
+            return None  # the anchor may overflow where the params do not, which only the pure step sees
         step = inner.stage(updates, state, params)
-        return None if step is None else _with_anchor(step, own, params)
+        if step is None:
+            return None
+
+        def commit() -> None:
+            step.commit()
+            torch._foreach_copy_(anchor, [p.detach() for p in leaves])
+
+        return step._replace(commit=commit)
 
     return inner._replace(stage=stage)
 
@@ -61,22 +69,6 @@ def as_inner(rule: Any, chain: MatchedChain) -> InPlace | str:
     assert isinstance(chain.update, Guarded)
     inner = links_of(rule.inner, (*chain.link.path, 0))  # 0: `inner` of their states
     return matched(chain.update, [*chain.head.links, *inner], True)
-
-
-def _anchor_is_narrower(state: OuterState, params: Tree) -> bool:
-    """Return whether the anchor may overflow where the params do not, which only the pure step sees."""
-    pairs = zip(tree.leaves(state.anchor), tree.leaves(params), strict=True)
-    return any(narrows(anchor.dtype, p.dtype) for anchor, p in pairs)
-
-
-def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
-    """Let the anchor follow the params."""
-
-    def commit() -> None:
-        step.commit()
-        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
-
-    return step._replace(commit=commit)
 
 
 def _alone(step: Staged, state: OuterState) -> Staged:

@@ -10,9 +10,9 @@ from torch import Tensor
 from fn.collectives.axis import axis_size
 from fn.inplace.adam import count_step, decays
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.links import Descent, MatchedChain, bounded, largest_of, staged_by
 from fn.inplace.match import register
-from fn.inplace.protocol import Eligibility, InPlace, on_host, write
+from fn.inplace.protocol import Eligibility, InPlace, Staged, on_host, write
 from fn.kernels.table import direct
 from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
@@ -33,7 +33,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     if chain.descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def commit() -> None:
             params, _, _, anchor = lists
             # What the guard of the pure step looks at; the state is then as that step leaves it.
@@ -41,7 +41,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
             _descend(moments, lists, grads, h, frozen=False)
             torch._foreach_copy_(anchor, params)
 
-        return Sized(largest_of(grads, moments.step), commit)
+        return Staged(bounded(largest_of(grads, moments.step)), commit)
 
     return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
@@ -52,7 +52,7 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
     if chain.descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def count_elapsed() -> None:
             write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
 
@@ -65,7 +65,7 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
             count_step(moments, frozen=True)
             count_elapsed()
 
-        return Sized(largest_of(grads, moments.step), commit, drop)
+        return Staged(bounded(largest_of(grads, moments.step)), commit, drop)
 
     return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
@@ -87,7 +87,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         moved = axis_size(average.rule.axis) > 1 and elapsed_after(moments) >= SMALLEST
         return eligible(updates, moments, params) if moved else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         params, mu, nu, anchor = lists
         elapsed = elapsed_after(moments)
         (b1,) = decays(moments.ages, h.corrected, h.b1)
@@ -113,7 +113,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
                 write(age, lambda count: count.fill_(FILLED))
             mean.keep()
 
-        return Sized(peak / elapsed, commit)
+        return Staged(bounded(peak / elapsed), commit)
 
     return staged_by(chain, h.eps, fits, stage)
 
