@@ -10,13 +10,15 @@ from torch import Tensor
 from fn import tree
 from fn.base import Guarded, links_of
 from fn.collectives.agreement import device_of, true_on_all
-from fn.inplace.links import Descent, MatchedChain
+from fn.inplace.links import MatchedChain
 from fn.inplace.match import matched, register
 from fn.inplace.protocol import InPlace, Staged
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
 from fn.transforms.outer_checks import narrows
 
 Tree = Any
+
+BEHIND = "a weight decay or a rate stands behind the local steps, which have their own"
 
 
 def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
@@ -64,8 +66,6 @@ def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
 
 def as_inner(rule: Any, chain: MatchedChain) -> InPlace | str:
     """Return how the step of the inner optimizer is staged, in the state of the whole."""
-    if chain.descent != Descent(0.0, ()):
-        return "a weight decay or a rate stands behind the local steps, which have their own"
     assert isinstance(chain.update, Guarded)
     inner = links_of(rule.inner, (*chain.link.path, 0))  # 0: `inner` of their states
     return matched(chain.update, [*chain.head.links, *inner], True)
@@ -88,6 +88,6 @@ def _alone(step: Staged, state: OuterState) -> Staged:
     return step._replace(commit=commit, otherwise=drop)
 
 
-register(OuterWarmup, warmup)
-register(PlainWarmup, as_inner)
-register(OuterLocal, local, looks=False)
+register(OuterWarmup, warmup, last=BEHIND)
+register(PlainWarmup, as_inner, last=BEHIND)
+register(OuterLocal, local, looks=False, last=BEHIND)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fn.collectives.axis import axis_size
 from fn.inplace.adam import count_step, decays
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.links import Descent, MatchedChain, bounded, largest_of, staged_by
+from fn.inplace.links import MatchedChain, bounded, largest_of, staged_by
 from fn.inplace.match import register
 from fn.inplace.protocol import Eligibility, InPlace, Staged, on_host, write
 from fn.kernels.table import direct
@@ -30,8 +30,6 @@ BEHIND = "a weight decay or a rate stands behind 0/1 Adam, whose updates are add
 def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     """Return how a variance step is staged."""
     h = rule.hyper
-    if chain.descent != Descent(0.0, ()):
-        return BEHIND
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def commit() -> None:
@@ -49,8 +47,6 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
 def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
     """Return how a local step is staged."""
     h = rule.hyper
-    if chain.descent != Descent(0.0, ()):
-        return BEHIND
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def count_elapsed() -> None:
@@ -73,8 +69,6 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
 def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
     """Return how a synchronising step is staged."""
     h, average = rule.hyper, average_of(rule.average)
-    if chain.descent != Descent(0.0, ()):
-        return BEHIND
     if not isinstance(average, CodedAverage) or average.rule.layout == "fused":
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
     eligible = Eligibility("adamw_", FIELDS)
@@ -133,6 +127,6 @@ def _rate(h: ZeroOneAdam) -> float | Tensor:
     return on_host(h.lr) if isinstance(h.lr, Tensor) else h.lr
 
 
-register(VarianceStep, variance)
-register(SynchronisingStep, synchronise)
-register(LocalStep, local, looks=False)
+register(VarianceStep, variance, last=BEHIND)
+register(SynchronisingStep, synchronise, last=BEHIND)
+register(LocalStep, local, looks=False, last=BEHIND)
