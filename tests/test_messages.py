@@ -15,7 +15,6 @@ from torch import Tensor
 import fn
 from fn import Phase
 from fn.adapters import ddp
-from fn.adapters.optim.gradients import check_max_grad_norm
 
 PARAMS = {"w": torch.ones(3), "b": torch.ones(2)}
 FLOAT8 = torch.float8_e4m3fn
@@ -104,10 +103,6 @@ CASES = {
         lambda: fn.Optimizer(parameter(), lambda lr: fn.lift(ambiguous, fn.base.unchanged)),
         ValueError, "state", "two leaves at 'inner.1'", "strings without dots as keys",
     ),
-    "the norm of a trainer": Case(
-        lambda: check_max_grad_norm(1.0),
-        ValueError, "max_grad_norm", "1.0", "fn.Optimizer(..., max_norm=1.0) with keep_local(model)",
-    ),
 }  # fmt: skip
 
 
@@ -120,11 +115,6 @@ def test_a_message_names_the_argument_what_came_and_the_cure(case: Case) -> None
     assert before.startswith(f"{case.argument}: ")
     assert came
     assert case.cure in after
-
-
-def test_a_trainer_that_does_not_clip_is_fine():
-    check_max_grad_norm(0.0)
-    check_max_grad_norm(None)
 
 
 def clipped(who: tuple[int, ...], by_overlap: bool, wire: float) -> str:

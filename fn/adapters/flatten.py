@@ -18,14 +18,12 @@ There is one buffer for each dtype and device.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fn.errors import expected
 from fn.inplace.memory import overlaps
-from fn.kernels.layout import is_dense
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -50,7 +48,7 @@ def flatten_parameters(
     The parameters remain the same objects; build the optimizer afterwards, or before if dtypes stay. Memory on the
     device is at most max(the parameters, the buffers) plus the largest parameter, provided that nothing else holds
     the parameters' memory. Frozen and empty parameters take part, and all become contiguous. Buffers of a module stay
-    as they are.
+    as they are. An exception on the way, out of memory say, leaves parameters without numbers: make the module again.
 
     Args:
         module_or_params: a module, of which all parameters are taken, or parameters.
@@ -94,31 +92,30 @@ class FlatParameters:
     """
 
     def __init__(self, params: list[Tensor], dtype: torch.dtype | None, gradients: bool):
-        self.buffers: dict[Key, Tensor] = {}
-        self.gradients: dict[Key, Tensor] = {}
         self._params = params
-        self._dtypes = [p.dtype for p in params]
-        self._layouts = _layouts(params, dtype)
-        self._gradient_views: dict[int, View] = {}
+        self._shapes = {id(p): p.shape for p in params}
+        # As torch lays out a copy: as the parameter is, where that leaves no gaps.
+        self._own = {id(p): (torch.empty_like(p, device="meta").stride(), p.dtype) for p in params}
         grads = self._take_gradients()
-        try:
-            for layout in self._layouts:
-                self._flatten(layout)
-        except BaseException:
-            self._unflatten()
-            for p, grad in zip(params, grads, strict=True):
-                p.grad = grad
-            raise
-        if gradients:
-            self._make_gradients()
+        self._groups: dict[Key, list[Tensor]] = {}
+        for p in params:
+            key = dtype if dtype is not None and p.is_floating_point() else p.dtype, p.device
+            self._groups.setdefault(key, []).append(p)
+        self.buffers = {key: _flattened(group, *key) for key, group in self._groups.items()}
+        self.gradients: dict[Key, Tensor] = {}
+        self._views: dict[int, Tensor] = {}  # the gradient of a parameter, by the identity of that
+        for (kind, device), group in self._groups.items() if gradients else ():
+            if trained := [p for p in group if p.requires_grad]:
+                flat = self.gradients[kind, device] = torch.zeros(_elements(trained), dtype=kind, device=device)
+                self._views |= zip(map(id, trained), _views_of(flat, [p.shape for p in trained]), strict=True)
         self._give_gradients(grads)
 
     def zero_grad(self) -> None:
         """Set the gradients to zero and make them views of their buffer again; without such a buffer, to None."""
         for buffer in self.gradients.values():
             buffer.zero_()
-        for i, p in enumerate(self._params):
-            p.grad = self._gradient_of(i)
+        for p in self._params:
+            p.grad = self._views.get(id(p))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -131,71 +128,27 @@ class FlatParameters:
         """
         self._check_views()
         grads = self._take_gradients()
-        self._unflatten()
+        for (dtype, device), group in self._groups.items():
+            # As long as parameters are views of the buffer, its memory stays taken.
+            for p in group:
+                p.data = torch.empty(0, dtype=dtype, device=device)
+            # The device has no room for the buffer and its pieces at once.
+            host = self.buffers.pop((dtype, device)).cpu()
+            for p, values in zip(group, _views_of(host, [self._shapes[id(p)] for p in group]), strict=True):
+                stride, own = self._own[id(p)]
+                p.data = torch.empty_strided(values.shape, stride, dtype=own, device=device).copy_(values)
         self.gradients.clear()
-        self._gradient_views.clear()
+        self._views.clear()
         self._give_gradients(grads)
 
     def _check_views(self) -> None:
-        for layout in self._layouts:
-            buffer = self.buffers.get((layout.dtype, layout.device))
-            for i, view, _ in layout.pieces:
-                if buffer is None or not _same_memory(self._params[i], buffer, view):
-                    raise ValueError(f"params: parameter {i} is not a view of its flat buffer any more")
-
-    @torch.no_grad()
-    def _flatten(self, layout: Layout) -> None:
-        """Move the parameters of one buffer into it, or leave them as they are."""
-        host = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
-        moved: list[Piece] = []
-        try:
-            for piece in layout.pieces:
-                p = self._params[piece.place]
-                piece.view.of(host).copy_(p.detach())
-                p.data = torch.empty(0, dtype=host.dtype, device=layout.device)
-                moved.append(piece)
-            flat = _to(host, layout.device)
-        except BaseException:  # Ctrl-C, too: until now the values of these parameters are on the host only
-            self._separate(moved, host, layout.device)
-            raise
-        self.buffers[layout.dtype, layout.device] = flat
-        for i, view, _ in layout.pieces:
-            self._params[i].data = view.of(flat)
-
-    def _unflatten(self) -> None:
-        """Give the parameters of all buffers memory of their own."""
-        for layout in self._layouts:
-            flat = self.buffers.pop((layout.dtype, layout.device), None)
-            if flat is None:
-                continue
-            # As long as parameters are views of the buffer, its memory stays taken.
-            for i, _, _ in layout.pieces:
-                self._params[i].data = torch.empty(0, dtype=layout.dtype, device=layout.device)
-            host = flat.cpu()
-            del flat  # the device has no room for the buffer and its pieces at once
-            self._separate(layout.pieces, host, layout.device)
-
-    def _separate(self, pieces: Iterable[Piece], host: Tensor, device: torch.device) -> None:
-        """Give parameters memory of their own, with values from the host."""
-        for i, view, stride in pieces:
-            # A row-major view of the buffer -> the strides that the parameter had.
-            alone = torch.empty_strided(view.shape, stride, dtype=self._dtypes[i], device=device)
-            self._params[i].data = alone.copy_(view.of(host))
-
-    def _make_gradients(self) -> None:
-        """Make the buffers of the gradients: every parameter that requires one has a piece."""
-        sizes: dict[Key, int] = {}
+        views: dict[int, Tensor] = {}
+        for key, buffer in self.buffers.items():
+            group = self._groups[key]
+            views |= zip(map(id, group), _views_of(buffer, [self._shapes[id(p)] for p in group]), strict=True)
         for i, p in enumerate(self._params):
-            if p.requires_grad:
-                key = (p.dtype, p.device)
-                start = sizes.get(key, 0)
-                self._gradient_views[i] = View(p.shape, _strides_alone(p), start)  # as autograd wants them
-                sizes[key] = start + p.numel()
-        self.gradients = {key: torch.zeros(n, dtype=key[0], device=key[1]) for key, n in sizes.items()}
-
-    def _gradient_of(self, i: int) -> Tensor | None:
-        p = self._params[i]
-        return self._gradient_views[i].of(self.gradients[p.dtype, p.device]) if i in self._gradient_views else None
+            if id(p) not in views or not _is_same_memory(p, views[id(p)]):
+                raise ValueError(f"params: parameter {i} is not a view of its flat buffer any more")
 
     def _take_gradients(self) -> list[Tensor | None]:
         grads = [p.grad for p in self._params]
@@ -206,81 +159,35 @@ class FlatParameters:
     @torch.no_grad()
     def _give_gradients(self, grads: list[Tensor | None]) -> None:
         for i, (p, grad) in enumerate(zip(self._params, grads, strict=True)):
-            view = self._gradient_of(i)
-            if grad is not None:
-                p.grad = torch.empty_like(p).copy_(grad) if view is None else view.copy_(grad)
-            elif view is not None:
-                p.grad = view
+            view = self._views.get(id(p))
+            p.grad = view if grad is None else (torch.empty_like(p) if view is None else view).copy_(grad)
             grads[i] = None  # the old one is given up before the next one is copied
 
 
-def _to(host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of the host's buffer on a device; on the CPU the buffer itself."""
-    if device.type == "cpu":
-        return host
-    return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host)
+@torch.no_grad()
+def _flattened(params: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make parameters of one device views of one buffer, (n,), and return that."""
+    shapes = [p.shape for p in params]
+    host = torch.empty(_elements(params), dtype=dtype, device="cpu")
+    for p, view in zip(params, _views_of(host, shapes), strict=True):
+        view.copy_(p)
+        p.data = torch.empty(0, dtype=dtype, device=device)
+    flat = host if device.type == "cpu" else torch.empty(host.shape, dtype=dtype, device=device).copy_(host)
+    for p, view in zip(params, _views_of(flat, shapes), strict=True):
+        p.data = view
+    return flat
 
 
-def _same_memory(p: Tensor, buffer: Tensor, view: View) -> bool:
+def _elements(params: list[Tensor]) -> int:
+    return sum(p.numel() for p in params)
+
+
+def _views_of(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """Return views of a buffer, (n,), with these shapes, end to end."""
+    return [x.view(shape) for x, shape in zip(flat.split([shape.numel() for shape in shapes]), shapes, strict=True)]
+
+
+def _is_same_memory(p: Tensor, view: Tensor) -> bool:
     """Tell whether a parameter lies where its view of the buffer lies."""
-    same = p.untyped_storage()._cdata == buffer.untyped_storage()._cdata and p.storage_offset() == view.start
-    return p.shape == view.shape and (same or not p.numel())
-
-
-class View(NamedTuple):
-    """How a parameter looks at a buffer: as `torch.as_strided`."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    start: int
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """Return the view of a flat buffer."""
-        return buffer.as_strided(self.shape, self.stride, self.start)
-
-
-class Piece(NamedTuple):
-    """A parameter of a buffer.
-
-    place: where it is in the list of parameters. view: how it looks at the buffer. stride: that of memory of its own.
-    """
-
-    place: int
-    view: View
-    stride: tuple[int, ...]
-
-
-class Layout(NamedTuple):
-    """A flat buffer: `size` elements of a dtype on a device."""
-
-    dtype: torch.dtype
-    device: torch.device
-    size: int
-    pieces: list[Piece]
-
-
-def _layouts(params: list[Tensor], dtype: torch.dtype | None) -> list[Layout]:
-    """Return the flat buffers of parameters, in their order. dtype: of floating ones there; None: their own."""
-    pieces: dict[Key, list[Piece]] = {}
-    sizes: dict[Key, int] = {}
-    for i, p in enumerate(params):
-        key = dtype if dtype is not None and p.is_floating_point() else p.dtype, p.device
-        start = sizes.get(key, 0)
-        view = View(p.shape, _row_major(p.shape), start)
-        pieces.setdefault(key, []).append(Piece(i, view, _strides_alone(p)))
-        sizes[key] = start + p.numel()
-    return [Layout(*key, sizes[key], of_key) for key, of_key in pieces.items()]
-
-
-def _strides_alone(p: Tensor) -> tuple[int, ...]:
-    """Return the strides of a tensor like p in memory of its own: those of p, or row-major ones if they leave gaps."""
-    dense = is_dense([(step, n) for step, n in zip(p.stride(), p.shape, strict=True) if n != 1])
-    return p.stride() if dense else _row_major(p.shape)
-
-
-def _row_major(shape: torch.Size) -> tuple[int, ...]:
-    steps, step = [], 1
-    for n in reversed(shape):
-        steps.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(steps))
+    places = [(x.untyped_storage()._cdata, x.storage_offset()) for x in (p, view)]
+    return p.shape == view.shape and (places[0] == places[1] or not p.numel())

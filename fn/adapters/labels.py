@@ -166,18 +166,18 @@ def _of_stack(own: str, p: Tensor, down: Tensor | None) -> str:
     return Label("hidden", splits=(rows // 2, rows // 2)) if is_fused else "hidden"
 
 
-def _named(argument: str, params: Mapping[str, Tensor], name: str, least: int) -> Tensor:
-    """Return a parameter by its name. Raises: ValueError if there is none, or it has less dimensions than `least`."""
+def _matrix(argument: str, params: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a parameter by its name. Raises: ValueError if there is none, or it is no matrix."""
     if name not in params:
         raise ValueError(expected(argument, "names of parameters, as named_parameters has them", f"{name!r}"))
-    if params[name].ndim < least:
+    if params[name].ndim < 2:
         got = f"the shape {tuple(params[name].shape)}"
         raise ValueError(expected(argument, f"parameter {name!r} to be a matrix", got))
     return params[name]
 
 
 def _checked_splits(params: Mapping[str, Tensor], name: str, given: Any) -> tuple[int, ...]:
-    p = _named("splits", params, name, 2)
+    p = _matrix("splits", params, name)
     sizes: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) else ()
     are_sizes = all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
     if not are_sizes or sum(sizes) != p.shape[-2]:
@@ -186,7 +186,7 @@ def _checked_splits(params: Mapping[str, Tensor], name: str, given: Any) -> tupl
 
 
 def _checked_heads(params: Mapping[str, Tensor], name: str, count: Any) -> int:
-    p = _named("num_heads", params, name, 2)
+    p = _matrix("num_heads", params, name)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1 or p.shape[-2] % count:
         raise ValueError(expected("num_heads", f"a divisor of the {p.shape[-2]} rows of {name!r}", f"{count!r}"))
     return count

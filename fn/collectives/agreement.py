@@ -153,6 +153,17 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
         raise difference.error(f"{difference}; make it the same on all ranks; nothing has moved")
 
 
+def check_numbers(axis: str, numbers: Mapping[str, str], device: torch.device, cure: str) -> None:
+    """Compare the numbers of tensors over the ranks of an axis; every rank must call it.
+
+    Args: numbers: by name, as `describe_numbers` describes them. cure: what to do if they differ.
+    Raises: `RanksDisagree`, on every rank, that names the first rank and tensor that differ from rank 0.
+    """
+    for difference in differences(numbers, partial(gather_values, axis=axis, device=device))[:1]:
+        text = f"the numbers of {difference.name} are others on rank {difference.rank} of axis {axis!r} than on rank 0"
+        raise difference.error(f"{text}; {cure}")
+
+
 def _surroundings() -> dict[str, str]:
     """Return what must be alike whatever is compared: versions, and how large the bound axes are."""
     sizes = {f"size of axis {name!r}": str(bound.size) for name, bound in current_binding().axes.items()}

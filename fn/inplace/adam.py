@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fn.collectives.axis import axis_size
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.links import MatchedChain, bounded, largest_of, staged_by
 from fn.inplace.match import register
-from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
+from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, Staged, number, write
 from fn.kernels.table import direct
 from fn.transforms.adam import Adam, Moments, OnebitAdam, OnebitAdamState, check_ages, share
 
@@ -21,7 +21,7 @@ Tree = Any
 def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
     """Return how a step of Adam is staged."""
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: Moments) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: Moments) -> Staged:
         params, mu, nu = lists
 
         def commit() -> None:
@@ -30,7 +30,7 @@ def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
             direct("adamw_", params, grads, mu, nu, *betas, *descent, False)
             count_step(moments)
 
-        return Sized(largest_of(grads, moments.step), commit)
+        return Staged(bounded(largest_of(grads, moments.step)), commit)
 
     return staged_by(chain, rule.eps, Eligibility("adamw_", ("mu", "nu"), WITH_FLOAT16), stage)
 
@@ -52,7 +52,7 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
             return lists
         return lists if isinstance(average, CodedAverage) and average.in_signs(lists[0], moments.sync) else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState) -> Staged:
         params, mu, nu = lists
         mean: Mean | None = None
         (b1,) = decays(moments.ages, rule.corrected, rule.b1)
@@ -68,7 +68,7 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
                 mean.keep()
             count_step(moments, frozen=True)
 
-        return Sized(largest_of(grads if mean is None else mean.numbers, moments.step), commit)
+        return Staged(bounded(largest_of(grads if mean is None else mean.numbers, moments.step)), commit)
 
     return staged_by(chain, rule.eps, fits, stage)
 

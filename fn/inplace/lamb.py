@@ -11,9 +11,9 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.axis import axis_size
 from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
-from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.links import MatchedChain, bounded, largest_of, staged_by
 from fn.inplace.match import register
-from fn.inplace.protocol import Eligibility, InPlace
+from fn.inplace.protocol import Eligibility, InPlace, Staged
 from fn.kernels import memory_pool, rules
 from fn.kernels.lists import elementwise, squared_norms
 from fn.kernels.table import direct
@@ -41,7 +41,7 @@ def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
     if chain.descent.weight_decay:
         return DECAYS
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Staged:
         leaves, mu, nu, fresh = lists
 
         def commit() -> None:
@@ -58,7 +58,7 @@ def warmup(rule: LambWarmup, chain: MatchedChain) -> InPlace | str:
             torch._foreach_copy_(fresh, nu)
             _descend(moments, lists, ratio, h, chain.descent.rate, math.inf)
 
-        return Sized(largest_of(grads, moments.step), commit)
+        return Staged(bounded(largest_of(grads, moments.step)), commit)
 
     return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
@@ -75,7 +75,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
     def fits(updates: Tree, moments: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
         return eligible(updates, moments, params) if axis_size(average.rule.axis) > 1 else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Staged:
         leaves, mu, nu, fresh = lists
         scaling = _read(moments.scaling)  # (S,)
 
@@ -101,7 +101,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
             _descend(moments, lists, ratio, h, chain.descent.rate, rule.max_step)
             mean.keep()
 
-        return Sized(size, commit)
+        return Staged(bounded(size), commit)
 
     return staged_by(chain, h.eps, fits, stage)
 

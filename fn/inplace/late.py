@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import UpdateFn
-from fn.inplace.links import Descent, MatchedChain
+from fn.inplace.links import MatchedChain
 from fn.inplace.match import register
 from fn.inplace.outer import as_inner
 from fn.inplace.protocol import InPlace, Staged
@@ -16,11 +16,13 @@ from fn.transforms.late import LateLocal, LateState, LateWarmup
 
 Tree = Any
 
+AROUND = "something stands around fn.late, which is a whole optimizer"
+
 
 def local(rule: LateLocal, chain: MatchedChain) -> InPlace | str:
     """Return how a step is staged that keeps its gradients and moves nothing."""
-    if chain.head.links or chain.descent != Descent(0.0, ()):
-        return "something stands around fn.late, which is a whole optimizer"
+    if chain.head.links:
+        return AROUND
     pure: UpdateFn = chain.update
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
@@ -47,5 +49,5 @@ def may_be_taken(g: Tensor, like: Tensor) -> bool:
     return alone and type(g) is Tensor and g.dtype == like.dtype and g.device == like.device
 
 
-register(LateLocal, local, looks=False)
-register(LateWarmup, as_inner)
+register(LateLocal, local, looks=False, last=AROUND)
+register(LateWarmup, as_inner, last=AROUND)

@@ -85,17 +85,6 @@ def descent_of(links: Sequence[Link]) -> Descent | Link:
     return Descent(decay, tuple(rates))
 
 
-class Sized(NamedTuple):
-    """A step that waits to be written. size: the largest magnitude of what enters the momentum, 0-d; NaN if one is.
-
-    otherwise: what to write if it is not finite, in a step of which no other rank hears. None: all ranks skip it.
-    """
-
-    size: Tensor
-    commit: Callable[[], None]
-    otherwise: Callable[[], None] | None = None
-
-
 class MatchedChain(NamedTuple):
     """A chain, cut at the link that keeps the moments.
 
@@ -115,7 +104,7 @@ def staged_by(
     chain: MatchedChain,
     eps: float,
     fits: Callable[[Tree, Tree, Tree], list[list[Tensor]] | None],
-    stage: Callable[[list[Tensor], list[list[Tensor]], Any], Sized],
+    stage: Callable[[list[Tensor], list[list[Tensor]], Any], Staged],
 ) -> InPlace | str:
     """Return how the update of a chain is staged, or why it is not.
 
@@ -123,7 +112,7 @@ def staged_by(
 
     Args: eps: of the direction. fits: (updates, the link's state, params) -> the lists that the kernels write, params
         first; None without any.
-        stage: (gradients, those lists, the link's state) -> all of a step but to write it.
+        stage: (gradients, those lists, the link's state) -> the step, but for the links in front.
     """
 
     def staged(updates: Tree, state: Tree, params: Tree) -> Staged | None:
@@ -132,9 +121,7 @@ def staged_by(
         if lists is None:
             return None
         grads, keep_front = chain.head.gradients(updates, state, params, moments.nu)
-        size, write, otherwise = stage(grads, lists, moments)
-        # A magnitude below Inf is finite, and no NaN: one launch on a device, where isfinite takes four.
-        ok = (size if size.device.type != "cpu" else float(size)) < math.inf
+        ok, write, otherwise = stage(grads, lists, moments)
         return Staged(ok, _both(write, keep_front), otherwise and _both(otherwise, keep_front))
 
     return InPlace(chain.update, staged) if is_normal(eps, torch.float32) else NO_EPS
@@ -146,6 +133,12 @@ def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], N
         then()
 
     return write
+
+
+def bounded(size: Tensor) -> bool | Tensor:
+    """Return whether the largest magnitude of what enters the momentum, 0-d, is finite."""
+    # A magnitude below Inf is finite, and no NaN: one launch on a device, where isfinite takes four.
+    return (size if size.device.type != "cpu" else float(size)) < math.inf
 
 
 def largest_of(tensors: Sequence[Tensor], like: Tensor) -> Tensor:

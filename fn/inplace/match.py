@@ -21,7 +21,7 @@ from fn import roles
 from fn.base import Guarded, Link, Phase, Transform, UpdateFn, has_phase, links_of, name_of
 from fn.compiling import original
 from fn.errors import expected
-from fn.inplace.links import Head, MatchedChain, descent_of
+from fn.inplace.links import Descent, Head, MatchedChain, descent_of
 from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
@@ -32,16 +32,18 @@ class Row(NamedTuple):
     """How steps of a kind are staged.
 
     stage: (rule, chain) -> how, or the reason why not. looks: whether a guard looks at what such a step returns.
+    last: why no weight decay and no rate may stand behind the link; "" where they may.
     """
 
     stage: Callable[..., InPlace | str]
     looks: bool
+    last: str
 
 
 _rows: dict[type, Row] = {}
 
 
-def register(rule: type, stage: Callable[..., InPlace | str], *, looks: bool = True) -> None:
+def register(rule: type, stage: Callable[..., InPlace | str], *, looks: bool = True, last: str = "") -> None:
     """Take steps whose link of moments has a rule of this type in place.
 
     A method's own module calls it when it is imported, so that nothing here knows of the method.
@@ -50,11 +52,12 @@ def register(rule: type, stage: Callable[..., InPlace | str], *, looks: bool = T
         rule: a NamedTuple that is the link's update, such as `fn.transforms.adam.Adam`.
         stage: (rule, chain) -> how its step is staged, or a phrase that says why it cannot be. chain: a `MatchedChain`.
         looks: whether a guard looks at what the step returns, as it does in all but local steps.
+        last: why no weight decay and no rate may stand behind the link; "" where they may.
     Raises: ValueError if the type has a row: two modules would decide which one by the order of imports.
     """
     if rule in _rows and _rows[rule].stage is not stage:
         raise ValueError(expected("rule", "a type without a row", f"{rule.__name__}, which has one"))
-    _rows[rule] = Row(stage, looks)
+    _rows[rule] = Row(stage, looks, last)
 
 
 def registered() -> tuple[str, ...]:
@@ -117,6 +120,8 @@ def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
         if isinstance(descent, Link):
             got = name_of(descent.update)
             return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
+        if row.last and descent != Descent(0.0, ()):
+            return row.last
         chain = MatchedChain(update, link, Head(links[:i]), descent)
         # The first link with kernels decides: a second one, no decay and no rate, was refused above.
         return without_guards(chain.head, row.stage(link.update, chain))

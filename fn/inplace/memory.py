@@ -119,52 +119,33 @@ def aside(tensors: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_folded(x: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as `expand` makes them; such a tensor cannot be written."""
+    """Return whether elements of a tensor may share memory, as `expand` makes them; such a tensor cannot be written."""
     if x.is_contiguous():
         return False
     reach = 0  # where the dimensions with smaller strides end; beyond it no element can lie upon another
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        # Such strides may still meet no place twice; only a list of all places tells.
         if size > 1 and stride <= reach:
-            return stride == 0 or _places(x).unique().numel() < x.numel()
+            return x.numel() > 0
         reach += (size - 1) * stride if size else 0
     return False
 
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Find pairs of tensors, by number and the earlier one first, of which elements share memory."""
+    """Find pairs of tensors, by number and the earlier one first, of which one begins within the other.
+
+    Columns of one matrix do, too: only a list of all places would tell that they lie between each other.
+    """
     starts = [(x.data_ptr(), i) for i, x in enumerate(tensors) if is_concrete(x) and x.numel() and x.data_ptr()]
     before: list[int] = []  # those that reach behind where the next one starts
     for start, i in sorted(starts):
         # Sorted by where they start, each tensor is compared with those only that reach behind its start.
         before = [j for j in before if tensors[j].data_ptr() + _bytes(tensors[j]) > start]
-        yield from ((min(i, j), max(i, j)) for j in before if _meet(tensors[j], tensors[i]))
+        yield from ((min(i, j), max(i, j)) for j in before if tensors[i].device == tensors[j].device)
         before.append(i)
-
-
-def _places(x: Tensor) -> Tensor:
-    """Return where the elements of a tensor lie, counted in elements from the first one, (n,) int64."""
-    return (
-        # (m,), the numbers of all places in reach -> the shape of x -> (n,).
-        torch.arange(_bytes(x) // x.element_size(), dtype=torch.int64, device="cpu")
-        .as_strided(x.shape, x.stride())
-        .flatten()
-    )
 
 
 def _bytes(x: Tensor) -> int:
     return x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
-
-
-def _meet(a: Tensor, b: Tensor) -> bool:
-    """Tell whether tensors share memory, b beginning within the reach of a; columns of one matrix do not."""
-    if a.device != b.device:
-        return False
-    distance, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
-    # Contiguous tensors that reach into each other share memory; elements that are not aligned are taken to.
-    if rest or a.element_size() != b.element_size() or (a.is_contiguous() and b.is_contiguous()):
-        return True
-    return bool(torch.isin(_places(b) + distance, _places(a)).any())
 
 
 def move(params: Tree, moves: Tree) -> None:

@@ -10,13 +10,15 @@ from torch import Tensor
 from fn import tree
 from fn.base import Guarded, links_of
 from fn.collectives.agreement import device_of, true_on_all
-from fn.inplace.links import Descent, MatchedChain
+from fn.inplace.links import MatchedChain
 from fn.inplace.match import matched, register
 from fn.inplace.protocol import InPlace, Staged
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
 from fn.transforms.outer_checks import narrows
 
 Tree = Any
+
+BEHIND = "a weight decay or a rate stands behind the local steps, which have their own"
 
 
 def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
@@ -27,10 +29,18 @@ def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
         own: OuterState = chain.link.state(state)
-        if _anchor_is_narrower(own, params):
-            return None
+        anchor, leaves = tree.leaves(own.anchor), tree.leaves(params)
+        if any(narrows(a.dtype, p.dtype) for a, p in zip(anchor, leaves, strict=True)):
+            return None  # the anchor may overflow where the params do not, which only the pure step sees
         step = inner.stage(updates, state, params)
-        return None if step is None else _with_anchor(step, own, params)
+        if step is None:
+            return None
+
+        def commit() -> None:
+            step.commit()
+            torch._foreach_copy_(anchor, [p.detach() for p in leaves])
+
+        return step._replace(commit=commit)
 
     return inner._replace(stage=stage)
 
@@ -56,27 +66,9 @@ def local(rule: OuterLocal, chain: MatchedChain) -> InPlace | str:
 
 def as_inner(rule: Any, chain: MatchedChain) -> InPlace | str:
     """Return how the step of the inner optimizer is staged, in the state of the whole."""
-    if chain.descent != Descent(0.0, ()):
-        return "a weight decay or a rate stands behind the local steps, which have their own"
     assert isinstance(chain.update, Guarded)
     inner = links_of(rule.inner, (*chain.link.path, 0))  # 0: `inner` of their states
     return matched(chain.update, [*chain.head.links, *inner], True)
-
-
-def _anchor_is_narrower(state: OuterState, params: Tree) -> bool:
-    """Return whether the anchor may overflow where the params do not, which only the pure step sees."""
-    pairs = zip(tree.leaves(state.anchor), tree.leaves(params), strict=True)
-    return any(narrows(anchor.dtype, p.dtype) for anchor, p in pairs)
-
-
-def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
-    """Let the anchor follow the params."""
-
-    def commit() -> None:
-        step.commit()
-        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
-
-    return step._replace(commit=commit)
 
 
 def _alone(step: Staged, state: OuterState) -> Staged:
@@ -96,6 +88,6 @@ def _alone(step: Staged, state: OuterState) -> Staged:
     return step._replace(commit=commit, otherwise=drop)
 
 
-register(OuterWarmup, warmup)
-register(PlainWarmup, as_inner)
-register(OuterLocal, local, looks=False)
+register(OuterWarmup, warmup, last=BEHIND)
+register(PlainWarmup, as_inner, last=BEHIND)
+register(OuterLocal, local, looks=False, last=BEHIND)

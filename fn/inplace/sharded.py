@@ -16,7 +16,7 @@ from fn import tree
 from fn.base import Link, links_of
 from fn.collectives.axis import axis_index, axis_size
 from fn.inplace.adam import count_step, decays
-from fn.inplace.links import NO_EPS, Descent, MatchedChain, descent_of
+from fn.inplace.links import NO_EPS, MatchedChain, descent_of
 from fn.inplace.match import register
 from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel
@@ -62,8 +62,6 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     behind = descent_of(inner[1:])
     if isinstance(behind, Link):
         return "fn.sharded has kernels for weight decays, then rates, behind the moments"
-    if chain.descent != Descent(0.0, ()):
-        return "expected weight decays and rates inside of fn.sharded, but got one behind it"
 
     def moments_of(state: Tree) -> Moments:
         moments: Moments = inner[0].state(chain.link.state(state).inner)
@@ -167,4 +165,4 @@ def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> boo
     return ok if ok.device.type != "cpu" else bool(ok)
 
 
-register(Sharded, stage_shards)
+register(Sharded, stage_shards, last="expected weight decays and rates inside of fn.sharded, but got one behind it")

@@ -10,9 +10,9 @@ from torch import Tensor
 from fn.collectives.axis import axis_size
 from fn.inplace.adam import count_step, decays
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
+from fn.inplace.links import MatchedChain, bounded, largest_of, staged_by
 from fn.inplace.match import register
-from fn.inplace.protocol import Eligibility, InPlace, on_host, write
+from fn.inplace.protocol import Eligibility, InPlace, Staged, on_host, write
 from fn.kernels.table import direct
 from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
@@ -30,10 +30,8 @@ BEHIND = "a weight decay or a rate stands behind 0/1 Adam, whose updates are add
 def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     """Return how a variance step is staged."""
     h = rule.hyper
-    if chain.descent != Descent(0.0, ()):
-        return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def commit() -> None:
             params, _, _, anchor = lists
             # What the guard of the pure step looks at; the state is then as that step leaves it.
@@ -41,7 +39,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
             _descend(moments, lists, grads, h, frozen=False)
             torch._foreach_copy_(anchor, params)
 
-        return Sized(largest_of(grads, moments.step), commit)
+        return Staged(bounded(largest_of(grads, moments.step)), commit)
 
     return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
@@ -49,10 +47,8 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
 def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
     """Return how a local step is staged."""
     h = rule.hyper
-    if chain.descent != Descent(0.0, ()):
-        return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def count_elapsed() -> None:
             write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
 
@@ -65,7 +61,7 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
             count_step(moments, frozen=True)
             count_elapsed()
 
-        return Sized(largest_of(grads, moments.step), commit, drop)
+        return Staged(bounded(largest_of(grads, moments.step)), commit, drop)
 
     return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
@@ -73,8 +69,6 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
 def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
     """Return how a synchronising step is staged."""
     h, average = rule.hyper, average_of(rule.average)
-    if chain.descent != Descent(0.0, ()):
-        return BEHIND
     if not isinstance(average, CodedAverage) or average.rule.layout == "fused":
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
     eligible = Eligibility("adamw_", FIELDS)
@@ -87,7 +81,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         moved = axis_size(average.rule.axis) > 1 and elapsed_after(moments) >= SMALLEST
         return eligible(updates, moments, params) if moved else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         params, mu, nu, anchor = lists
         elapsed = elapsed_after(moments)
         (b1,) = decays(moments.ages, h.corrected, h.b1)
@@ -113,7 +107,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
                 write(age, lambda count: count.fill_(FILLED))
             mean.keep()
 
-        return Sized(peak / elapsed, commit)
+        return Staged(bounded(peak / elapsed), commit)
 
     return staged_by(chain, h.eps, fits, stage)
 
@@ -133,6 +127,6 @@ def _rate(h: ZeroOneAdam) -> float | Tensor:
     return on_host(h.lr) if isinstance(h.lr, Tensor) else h.lr
 
 
-register(VarianceStep, variance)
-register(SynchronisingStep, synchronise)
-register(LocalStep, local, looks=False)
+register(VarianceStep, variance, last=BEHIND)
+register(SynchronisingStep, synchronise, last=BEHIND)
+register(LocalStep, local, looks=False, last=BEHIND)

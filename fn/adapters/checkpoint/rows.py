@@ -46,10 +46,14 @@ def world() -> tuple[int, int]:
 
 def everything(core: Core, extra: Tree = None) -> dict[str, Tensor]:
     """Return {key: tensor} of the optimizer's state, its parameters, and `extra`."""
-    tensors = flat_state(core)
-    for g, group in enumerate(core.param_groups):
-        tensors.update({f"params.{g}.{i}": p.detach() for i, p in enumerate(group["params"])})
+    tensors = flat_state(core) | params_of(core)
     return tensors if extra is None else tensors | tree.by_path(extra, EXTRA)
+
+
+def params_of(core: Core) -> dict[str, Tensor]:
+    """Return {key: tensor} of the optimizer's parameters."""
+    groups = [group["params"] for group in core.param_groups]
+    return {f"params.{g}.{i}": p.detach() for g, params in enumerate(groups) for i, p in enumerate(params)}
 
 
 def own_keys(core: Core) -> set[str]:
@@ -61,7 +65,7 @@ def own_keys(core: Core) -> set[str]:
     marks, cure = marks_of(core), "save each rank's state_dict() in a file of its own"
     keys = {path for path, mark in marks.items() if mark in OF_EACH_RANK}
     if OWN in marks.values():  # these go with parameters of its own
-        keys |= {key for key in everything(core) if key.startswith("params.")}
+        keys |= params_of(core).keys()
     inside = [axis for unit in core.units for axis in facts_of(unit.transform).inside]
     if inside and OWNED in marks.values():
         got = f"fn.owned over {', '.join(map(repr, inside))}, once in each island"

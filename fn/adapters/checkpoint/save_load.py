@@ -34,7 +34,7 @@ from fn import tree
 from fn.adapters.checkpoint import rows
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.compare import EXTRA, HINTS, compare
-from fn.adapters.checkpoint.rows import EACH, everything, world
+from fn.adapters.checkpoint.rows import EACH, everything, params_of, world
 from fn.adapters.optim.core import TORN, Core
 from fn.adapters.optim.hooks import agree
 from fn.adapters.optim.state_dict import OF_RANK, check_paths, marks_of, owned_elsewhere, place_of, restore
@@ -146,9 +146,8 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
             logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, world()[1])
             state = rows.moved(optimizer, found, old)
     # `restore` writes params and state together: an exception between the two would leave a model of neither step.
-    params = {key: p for key, p in everything(optimizer).items() if key.startswith("params.")}
     of_optimizer = {key: x for key, x in state.items() if not key.startswith(EXTRA)}
-    restore(optimizer, of_optimizer, place_of(optimizer), params)
+    restore(optimizer, of_optimizer, place_of(optimizer), params_of(optimizer))
     if extra is None:
         return None
     return tree.unflatten(tree.flatten(extra)[1], [state[EXTRA + path] for path in tree.paths(extra)])
@@ -192,8 +191,7 @@ def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
     if size == 1 or everyone is None:
         return whole
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
-        params = {k: x for k, x in everything(optimizer).items() if k.startswith("params.")}
-        compare({**same, **params}, partial(_of_all, group=everyone), hints)
+        compare({**same, **params_of(optimizer)}, partial(_of_all, group=everyone), hints)
         # As often on all ranks: one that has fewer keys of its own joins in with nothing, or the others would wait.
         for i in range(max(_of_all(len(own), everyone))):  # one by one: rank 0 holds each twice while it arrives
             of_ranks: list[Any] | None = [None] * size if rank == 0 else None

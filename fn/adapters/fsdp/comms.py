@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fn import tree
 from fn.collectives import messages
-from fn.collectives.agreement import describe_numbers, differences, gather_values
+from fn.collectives.agreement import check_numbers, describe_numbers, device_of
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
 from fn.collectives.compressed import all_gather_shards, encode
@@ -200,15 +199,10 @@ class ReplicaMean:
             piece.copy_(torch.where(ok, mean, float("nan")))
 
     def _check_start(self, shards: dict[str, Tensor]) -> None:
-        device = next((x.device for x in shards.values()), torch.device("cpu"))
+        numbers = describe_numbers({f"{name} in {self.name}": x for name, x in shards.items()})
+        cure = "replicas that start apart stay apart: take the same seed before the model is made, or a checkpoint"
         with self.binding:
-            differing = differences(describe_numbers(shards), partial(gather_values, axis=self.axis, device=device))
-        for difference in differing:
-            raise difference.error(
-                f"the numbers of {difference.name} in {self.name} are others on rank {difference.rank} of axis "
-                f"{self.axis!r} than on rank 0, and replicas that start apart stay apart; start from the same ones: "
-                f"the same seed before the model is made, or a checkpoint"
-            )
+            check_numbers(self.axis, numbers, device_of(shards), cure)
 
 
 def _lend(x: Tree) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
+from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces
 from fn.base import Exchange, Guarded, Phase, Round, Transform, UpdateFn, facts_of
 from fn.collectives.agreement import true_on_all
@@ -51,7 +52,7 @@ class Unit:
     transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
     learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
     tuples of lists, one for each group, or the list of a single one. state: live buffers. has_copies: whether it
-    has copies of params. versions: of the params, as fn left them; [] where that is not known.
+    has `copies`. versions: of the params, as fn left them; [] where that is not known.
     """
 
     transform: Transform
@@ -67,6 +68,22 @@ class Unit:
     def params(self) -> Tree:
         """Return the tensors that the transform steps: of a DTensor this rank's piece."""
         return self.of([pieces(group["params"]) for group in self.groups])
+
+    @property
+    def members(self) -> list[Tensor]:
+        """Return the parameters of its groups, DTensors as they are."""
+        return [p for group in self.groups for p in group["params"]]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of its parameters."""
+        return [name for group in self.groups for name in names_of(group)]
+
+    @property
+    def copies(self) -> list[list[Tensor]]:
+        """Return the copies of all params in its state, such as an anchor; those of shards are none."""
+        found, shapes = roles.find(self.state, "copies"), [p.shape for p in tree.leaves(self.params)]
+        return [copy for copy in map(tree.leaves, found) if [x.shape for x in copy] == shapes]
 
     def of(self, lists: Sequence[list[Tensor]]) -> Tree:
         """Return lists, one for each of its groups, as the tree that its transform takes."""
@@ -557,7 +574,7 @@ def let_go(core: Core) -> None:
     """Take gradients away from params where a state has taken them over: `zero_grad` would write into them."""
     for unit in core.units:
         taken = {memory_of(x) for x in tree.leaves(roles.find(unit.state, "taken")) if x.numel()}
-        for p in [p for group in unit.groups for p in group["params"]] if taken else ():
+        for p in unit.members if taken else ():
             if p.grad is not None and memory_of(*pieces([p.grad])) in taken:
                 p.grad = None
 

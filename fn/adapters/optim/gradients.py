@@ -144,27 +144,6 @@ def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
         raise ValueError(expected("max_norm", "None where the axes are two or more", f"{max_norm} on {[*axes]}"))
 
 
-def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    """Refuse the norm that a trainer clips each rank's own gradients by, before anything is trained.
-
-    Args: max_grad_norm: the trainer's setting; None and 0 are not to clip.
-    Raises: ValueError that says how to clip.
-
-    >>> import fn
-    >>> fn.adapters.check_max_grad_norm(0.0)
-    >>> try:
-    ...     fn.adapters.check_max_grad_norm(1.0)
-    ... except ValueError as error:
-    ...     print(error.args[0].partition(", because")[0])
-    max_grad_norm: expected 0
-    """
-    if max_grad_norm:
-        cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "
-        cure += "keep_local(model) in place of overlap"
-        wanted = "0, because a trainer clips the gradients of each rank by that rank's norm"
-        raise ValueError(expected("max_grad_norm", wanted, f"{max_grad_norm}", cure))
-
-
 CLOSE = 1e-5
 """Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
 
@@ -202,15 +181,9 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str], *, compresses
     Args: axes: those that the phase averages over. compresses: whether there is a schedule, and phases to come.
     Raises: RefusedByAll, on all ranks, with what to do.
     """
-    if not axes:
-        return True
-    sums = _sums([g for group in grads for g in group if g.numel()])
-    told = bool(len(sums))
-    for axis in axes:
-        # On every axis, also where nothing is told so far: other ranks may know more, and wait for this one.
-        rows = all_gather(sums, axis)  # (W, n, 3)
-        told = told and _tell(rows)
-        if not told or axis_size(axis) == 1:
+    found = _sums_by_axis(grads, axes)
+    for axis, rows in found.items():
+        if axis_size(axis) == 1:
             continue
         # (W, n, 3) against the (1, n, 3) of rank 0.
         if bool((rows == rows[:1]).all()):
@@ -226,7 +199,7 @@ def look_at_first(grads: Grads, phase: Phase, axes: Sequence[str], *, compresses
             warnings.warn(f"{text}; {later}", stacklevel=8)
         else:
             _warn_of_equal_norms(rows, axis)
-    return told
+    return bool(found) or not axes
 
 
 def look_at_shared(grads: Grads, axes: Sequence[str], left: str, *, is_late: bool) -> bool:
@@ -235,14 +208,11 @@ def look_at_shared(grads: Grads, axes: Sequence[str], left: str, *, is_late: boo
     Between exchanges each place on an axis trains alone. DDP may average within an island, whose ranks have one place,
     and nowhere else. Args: left: how parameters and state are. is_late: whether rounds average gradients, a step late.
     """
-    sums = _sums([g for group in grads for g in group])
-    told = bool(len(sums))
-    for axis in axes:
-        with watched_by(Watchers()):  # which no ledger counts
-            rows = all_gather(sums, axis)
-        told = told and _tell(rows)
+    with watched_by(Watchers()):  # which no ledger counts
+        found = _sums_by_axis(grads, axes)
+    for axis, rows in found.items():
         # (W, n, 3) -> (W, 3 n) -> (W,): the number of the kind of each rank's row; ranks with equal rows have one kind.
-        kinds = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist() if told else []
+        kinds = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist()
         second = next((rank for rank, kind in enumerate(kinds) if kind in kinds[:rank]), None)
         if second is not None:
             first = kinds.index(kinds[second])
@@ -252,9 +222,9 @@ def look_at_shared(grads: Grads, axes: Sequence[str], left: str, *, is_late: boo
                 f"DDP the process_group of one island, or pass refuse_averaged=False if these ranks see the same data "
                 f"on purpose; {left}"
             )
-        if told and is_late and axis_size(axis) > 1:
+        if is_late and axis_size(axis) > 1:
             _warn_of_equal_norms(rows, axis)
-    return told
+    return bool(found) or not axes
 
 
 def _warn_of_equal_norms(rows: Tensor, axis: str) -> None:
@@ -266,15 +236,16 @@ def _warn_of_equal_norms(rows: Tensor, axis: str) -> None:
         warnings.warn(f"{text}, as if each rank had clipped by a norm of its own, {hint}", stacklevel=9)
 
 
-def _sums(grads: Sequence[Tensor]) -> Tensor:
-    """Return of each gradient the sums of its elements, of their magnitudes and of their squares, (n, 3) float64."""
+def _sums_by_axis(grads: Grads, axes: Sequence[str]) -> dict[str, Tensor]:
+    """Return of each gradient the sums of its elements, of their magnitudes and of their squares, on all ranks.
+
+    Returns: (W, n, 3) float64, by axis; {} where these tell nothing, for some are not finite, or all are zero.
+    """
     rows = []
-    for g in grads:
+    for g in [g for group in grads for g in group if g.numel()] if axes else ():
         wide = g.detach().double()  # one at a time: it takes twice the memory of the gradient
         rows.append(torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()]))  # (3,)
-    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.float64, device="cpu")  # (n, 3)
-
-
-def _tell(rows: Tensor) -> bool:
-    """Tell whether sums of all ranks say something of their gradients: they are finite, and not all zero."""
-    return bool(torch.isfinite(rows).all()) and bool(rows.any())
+    sums = torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.float64, device="cpu")  # (n, 3)
+    # On every axis, also where this rank has nothing to tell: others may know more, and wait for it.
+    found = {axis: all_gather(sums, axis) for axis in axes}
+    return found if all(bool(x.isfinite().all()) and bool(x.any()) for x in found.values()) else {}

@@ -204,7 +204,7 @@ class Optimizer(Core):
             agree.check_paths(unit.state)
             agree.check_start(self.axes, unit, len(self.units))
         self.states  # noqa: B018  # means that are on their way know the places of the leaves that there were
-        unit.versions, unit.has_copies = versions_of(unit), bool(tree.leaves(roles.find(unit.state, "copies")))
+        unit.versions, unit.has_copies = versions_of(unit), bool(unit.copies)
         self.units.append(unit)
         self.updates.clear()
 
@@ -290,22 +290,14 @@ class Optimizer(Core):
         """Return the tensors that a step must not change: params that rest, and the copies of them in a state."""
         kept: list[tuple[Tensor, Tensor]] = []
         for unit in self.units:
-            members = [p for group in unit.groups for p in group["params"]]
-            if all(p.requires_grad and p.grad is not None for p in members):
+            if all(p.requires_grad and p.grad is not None for p in unit.members):
                 continue
             alone = not self.wires and all(axis_size(axis) == 1 for axis in self.axes)  # as bound now
-            rests = [not p.requires_grad or (alone and p.grad is None) for p in members]
+            rests = [not p.requires_grad or (alone and p.grad is None) for p in unit.members]
             if any(rests):
-                params = tree.leaves(unit.params)
-                # Copies of all params, such as an anchor, rest with them; else the next exchange would move what rests.
-                copies = [tree.leaves(copy) for copy in roles.find(unit.state, "copies")]
-                alike = [copy for copy in copies if [x.shape for x in copy] == [p.shape for p in params]]
-                kept += [
-                    (x, x.detach().clone())
-                    for xs in (params, *alike)
-                    for x, stays in zip(xs, rests, strict=True)
-                    if stays
-                ]
+                # Copies of the params rest with them; else the next exchange would move what rests.
+                for xs in (tree.leaves(unit.params), *unit.copies):
+                    kept += [(x, x.detach().clone()) for x, stays in zip(xs, rests, strict=True) if stays]
         return kept
 
     @property

@@ -195,7 +195,7 @@ def divided(core: Core) -> dict[str, DTensor]:
     """
     found, marks = dict[str, DTensor](), marks_of(core)
     for u, unit in enumerate(core.units):
-        params = [p for group in unit.groups for p in group["params"]]
+        params = unit.members
         if not any(isinstance(p, DTensor) for p in params):
             continue
         # (..., 1, n, 1000 + i) for parameter i, of as many dimensions as it has, for some links treat matrices

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,14 @@ from fn.adapters.optim.core import LOCAL_STEP_TAKEN, Core, Unit
 from fn.adapters.optim.groups import groups_of, names_of
 from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
-from fn.collectives.agreement import check_agreement, describe, describe_numbers, device_of, differences, gather_values
+from fn.collectives.agreement import (
+    check_agreement,
+    check_numbers,
+    describe,
+    describe_numbers,
+    device_of,
+    gather_values,
+)
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
@@ -168,14 +174,7 @@ def _compare_params(axes: Sequence[str], groups: Mapping[int, Mapping[str, Any]]
         for name, p in zip(names_of(group), pieces(group["params"]), strict=True)
     })  # fmt: skip
 
-    def compare(axis: str) -> None:
-        for difference in differences(numbers, partial(gather_values, axis=axis, device=device)):
-            raise difference.error(
-                f"the numbers of {difference.name} are others on rank {difference.rank} of axis {axis!r} than on rank "
-                f"0; {cure}"
-            )
-
-    compare_on_axes(axes, compare, device)
+    compare_on_axes(axes, lambda axis: check_numbers(axis, numbers, device, cure), device)
 
 
 def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dicts") -> None:

@@ -134,7 +134,7 @@ class _Watch:
     def watch_missing(self, core: Core) -> None:
         """Name the parameters that have no gradient in the first step, and those whose first one comes too late."""
         if self.is_first:
-            members = [(u, i, p) for u, unit in enumerate(core.units) for i, p in enumerate(_members(unit))]
+            members = [(u, i, p) for u, unit in enumerate(core.units) for i, p in enumerate(unit.members)]
             self.without = [(u, i) for u, i, p in members if p.grad is None]
             missing = [_name(core, u, i) for u, i, p in members if p.requires_grad and p.grad is None]
             if missing and core.wires:
@@ -145,7 +145,7 @@ class _Watch:
                 warnings.warn(f"{text}; {why}; {cure}", stacklevel=5)
             self.is_first = False
             return
-        came = [(u, i) for u, i in self.without if _members(core.units[u])[i].grad is not None]
+        came = [(u, i) for u, i in self.without if core.units[u].members[i].grad is not None]
         self.without = [place for place in self.without if place not in came]
         if stuck := [_name(core, u, i) for u, i in came if _is_stuck(core.units[u], i, core.now.phase)]:
             text = f"params: {', '.join(stuck)}: get first gradients after the warm-up"
@@ -198,10 +198,6 @@ class _Watch:
             warnings.warn(f"{text}, which moves in exchanges only; not finite: {what}", stacklevel=5)
 
 
-def _members(unit: Unit) -> list[Tensor]:
-    return [p for group in unit.groups for p in group["params"]]
-
-
 def _name(core: Core, u: int, i: int) -> str:
     """Return the name of a parameter of a unit, with its param group."""
     groups = {id(group): g for g, group in enumerate(core.param_groups)}
@@ -211,7 +207,7 @@ def _name(core: Core, u: int, i: int) -> str:
 
 def _is_stuck(unit: Unit, i: int, phase: Phase) -> bool:
     """Tell whether the second moment of a parameter is zero in a phase that leaves it so; of shards it is not known."""
-    members = _members(unit)
+    members = unit.members
     moments = [tree.leaves(nu) for nu in roles.find(unit.state, "second_moment")]
     alike = [nus[i] for nus in moments if len(nus) == len(members) and nus[i].shape == pieces(members)[i].shape]
     return phase in unit.transform.needs_warmup and bool(alike) and not any(bool(nu.any()) for nu in alike)
@@ -220,7 +216,7 @@ def _is_stuck(unit: Unit, i: int, phase: Phase) -> bool:
 def _say_slow(core: Core, phase: Phase | Round) -> None:
     """Log why steps that could be in place are taken link by link."""
     for unit, update in zip(core.units, updates_of(core, phase), strict=True):
-        members = _members(unit)
+        members = unit.members
         grads = [p if p.grad is None else p.grad for p in members]
         if isinstance(update, InPlace) and (reason := slow_tensors(pieces(members), pieces(grads)) if members else ""):
             text = "the %s step is taken link by link, in several times the memory traffic: in a param group %s"
@@ -258,8 +254,7 @@ def _jumps(core: Core, unit: Any) -> Iterator[tuple[str, tuple[float, int, int, 
     """
     firsts, seconds = (roles.find(unit.state, f"{which}_moment") for which in ("first", "second"))
     is_first = not any(int(bound.rank) for bound in core.binding.axes.values())
-    members = [p for group in unit.groups for p in pieces(group["params"])]
-    names = [f"parameter {name}" for group in unit.groups for name in names_of(group)]
+    members, names = pieces(unit.members), [f"parameter {name}" for name in unit.names]
     eps = float(unit.hyper.get("eps") or 0.0)
     for mu_tree, nu_tree in zip(firsts, seconds, strict=False):
         mus, nus = tree.leaves(mu_tree), tree.leaves(nu_tree)

@@ -12,8 +12,7 @@ import warnings
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit, device_of, versions_of
-from fn.adapters.optim.groups import names_of
+from fn.adapters.optim.core import Core, Unit, device_of, note_written, versions_of
 from fn.adapters.optim.hooks.agree import check_same_params
 from fn.base import Phase
 from fn.collectives.agreement import gather_values
@@ -37,29 +36,19 @@ def follow_params(core: Core) -> None:
                 wrote = any(gather_values(wrote, axis, device_of(core)))
             if wrote:
                 check_same_params(core)
-        if wrote:
-            for unit in core.units:
-                copy_anew(unit)
-                unit.versions = versions_of(unit)
+        for unit in core.units if wrote else ():
+            copy_anew(unit)
+        note_written(core)
         core.has_begun = True  # an overlap comes here from the backward pass, and the step once more
     elif not core.warned and any(written) and core.next_phase is not Phase.WARMUP:
-        for places, unit in zip(written, core.units, strict=True):
-            if places and has_whole_copies(unit):
-                core.warned = True
-                warn(unit, places[0])
-                break
+        core.warned = True
+        warn(next(unit.names[places[0]] for places, unit in zip(written, core.units, strict=True) if places))
 
 
 def written_in(unit: Unit) -> list[int]:
     """Return which params of a unit have other versions than fn left them with; none if it is not known."""
     now = versions_of(unit) if unit.versions else []
     return [i for i, version in enumerate(now) if version != unit.versions[i]]
-
-
-def has_whole_copies(unit: Unit) -> bool:
-    """Return whether a state has copies of all params. Copies of shards follow by themselves: see `fn.sharded`."""
-    shapes = [p.shape for p in tree.leaves(unit.params)]
-    return any([x.shape for x in tree.leaves(copy)] == shapes for copy in roles.find(unit.state, "copies"))
 
 
 def copy_anew(unit: Unit) -> None:
@@ -71,9 +60,8 @@ def copy_anew(unit: Unit) -> None:
             x.copy_(fresh)
 
 
-def warn(unit: Unit, place: int) -> None:
+def warn(name: str) -> None:
     """Warn of a param that something else wrote."""
-    name = [name for group in unit.groups for name in names_of(group)][place]
     text = f"params: something else than this optimizer wrote parameter {name} after the first step, and the next "
     text += "exchange takes what was written for steps of this rank"
     cure = "load a checkpoint before the first step, or together with the optimizer's state; what changes params in "
