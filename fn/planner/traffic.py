@@ -27,6 +27,9 @@ BUCKET = 25 * 2**20
 FIRST_BUCKET = 2**20
 """Bytes of its first bucket, which is small so that it can leave early."""
 
+MIN_RATE = 2
+"""PowerSGD sends a matrix as it is unless its factors are this many times smaller."""
+
 EXACTLY = identity()
 """One object, so that caches find its sizes again."""
 
@@ -352,6 +355,19 @@ def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> 
         with only_references():  # no kernel is compiled for a few zeros
             payload = coded.encode(torch.zeros(shape, device="cpu", dtype=dtype))
     return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(payload))
+
+
+def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
+    """Return the all-reduces of torch's PowerSGD: what is not compressed, the left factors, the right factors."""
+    whole, left, right = 0, 0, 0
+    for shape, times in shapes.runs:
+        rows, columns = _sides(shape)
+        if len(shape) > 1 and (rows + columns) * rank * MIN_RATE < rows * columns:
+            r = min(rank, rows, columns) * times
+            left, right = left + rows * r, right + columns * r
+        else:
+            whole += rows * columns * times
+    return [m for n in (whole, left, right) if n for m in exact(Model(((n,),), shapes.width), ranks)]
 
 
 def low_rank(shapes: Model, ranks: Ranks, rank: int | float, *, orthonormal: bool = False) -> list[Message]:

@@ -251,6 +251,14 @@ def test_half_precision_gradients_are_half_the_bytes():
     assert traffic.exact(half, 4)[0].size * 2 == pytest.approx(traffic.exact(MODEL, 4)[0].size, abs=2)
 
 
+def test_power_sgd_compresses_the_matrices_that_are_worth_it():
+    assert traffic.power_sgd(traffic.Model(((16, 16),)), 2, 1) == [Message("data", "all_reduce", 16 * 4)] * 2
+    assert traffic.power_sgd(traffic.Model(((4, 4),)), 2, 1) == [Message("data", "all_reduce", 16 * 4)]
+    assert traffic.power_sgd(traffic.Model(((100,),)), 2, 1) == [Message("data", "all_reduce", 400)]
+    (left, right) = traffic.power_sgd(traffic.Model(((64, 4, 32),)), 2, 2)
+    assert (left.size, right.size) == (64 * 2 * 4, 128 * 2 * 4)
+
+
 @given(st.integers(1, 10**10), st.integers(1, 300))
 def test_a_model_has_as_many_parameters_as_it_says(params, tensors):
     if tensors > params:
