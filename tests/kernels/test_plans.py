@@ -17,7 +17,7 @@ def table_on_the_host(number: int) -> object:
 
 
 def counts_of(number: int) -> object:
-    return blocks.blocks_of_segments((1, 8 * (number + 1)), 4096, torch.device("cpu"))
+    return blocks._blocks_of_segments((1, 8 * (number + 1)), torch.device("cpu"))
 
 
 def table_of(number: int) -> object:
