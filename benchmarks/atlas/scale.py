@@ -178,7 +178,7 @@ def main() -> None:
     add("--json", type=Path, default=Path("benchmarks/results/scale.json"), metavar="FILE", help="where rows are kept")
     add("--hours", type=float, default=math.inf, metavar="X", help="begin no group of runs after so many hours")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="on which models train")
-    add("--width", nargs="+", type=int, default=[32, 64], metavar="W", help="of the models, multiples of 16")
+    add("--width", nargs="+", type=int, default=[32, 64, 96], metavar="W", help="of the models, multiples of 16")
     add("--show", action="store_true", help="take no runs")
     add("--png", type=Path, metavar="FILE", help="where the picture goes")
     args = parser.parse_args()
