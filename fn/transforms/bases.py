@@ -268,8 +268,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         def chunks(some: Sequence[_Region], views: Sequence[Tensor]) -> list[Tensor]:
             table = _empty(like, (sum(region.chunks for region in some), *some[0].sides), dtype)  # (N, sides...)
             rows = _pieces(table, [region.chunks for region in some])
-            for row, view in zip(rows, views, strict=True):
-                row.view(view.shape).copy_(view)
+            _copy([row.view(view.shape) for row, view in zip(rows, views, strict=True)], views)
             if cosines:
                 _transform(table, inverse=False)
             return [row.flatten(1) for row in rows]  # (chunks, sides...) -> (chunks, length)
@@ -291,8 +290,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
                 return parts
             table = _empty(like, (sum(region.chunks for region in some), *some[0].sides), like.dtype)  # (N, sides...)
             rows = _pieces(table, [region.chunks for region in some])
-            for row, part in zip(rows, parts, strict=True):
-                row.copy_(part.reshape(row.shape))
+            _copy(rows, [part.reshape(row.shape) for row, part in zip(rows, parts, strict=True)])
             _transform(table, inverse=True)
             return rows
 
@@ -303,10 +301,8 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         numbers = [shape.numel() for shape in shapes]
         vector = _empty(like, (sum(numbers),), like.dtype)  # all tensors, end to end
         tensors = [x.view(shape) for x, shape in zip(_pieces(vector, numbers), shapes, strict=True)]
-        for x, some in zip(tensors, regions, strict=True):
-            for region in some:
-                place = region.of(x.view(frame(x.shape)))
-                place.copy_(next(made).reshape(place.shape))
+        places = [r.of(x.view(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
+        _copy(places, [next(made).reshape(place.shape) for place in places])
         return tensors
 
     return Basis(lambda x: all_into([x])[0], lambda parts, shape: all_back([parts], [shape])[0], all_into, all_back)
@@ -324,6 +320,19 @@ def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def _pieces(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Cut a tensor along its first dimension; where gradients are taken, nobody may write into what `split` returns."""
     return [x.narrow(0, end - n, n) for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
+
+
+def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    """Write tensors over others; those that lie alike without gaps, such as tiles of vectors, in one launch."""
+    gapless: tuple[list[Tensor], list[Tensor]] = [], []
+    for x, numbers in zip(to, of, strict=True):
+        if is_concrete(x, numbers) and not is_recorded([numbers]) and x.is_contiguous() and numbers.is_contiguous():
+            gapless[0].append(x.view(-1))
+            gapless[1].append(numbers.view(-1))
+        else:
+            x.copy_(numbers)
+    if gapless[0]:
+        torch._foreach_copy_(*gapless)
 
 
 def _by_kind(f: Callable[..., list[Any]], tensors: Sequence[Tensor], *others: Sequence[Any]) -> list[Any]:
