@@ -29,6 +29,7 @@ help:
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "make trainers-test    transformers' Trainer, accelerate and Lightning with optimizers of fn, on two ranks"
 	@echo "make torchft-test     islands with every fault once, and at random for $(MINUTES) minutes, in an environment of their own"
+	@echo "make everything   all of these one after the other, whatever fails, with a table of them; about an hour"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)  MINUTES=$(MINUTES)"
 
 demo: .venv/.demo
@@ -53,7 +54,12 @@ pytest: .venv/.test
 # Every exchange of every optimizer with a killed rank, kills during a save, long runs, notebooks, scripts of benchmarks,
 # MPI, what is compiled: minutes, not seconds.
 reliability-test: .venv/.test
-	$(PYTEST) -m reliability
+	$(PYTEST) -m reliability $(MORE)
+
+# What CI does not run shall not go red unseen: before a release, and behind every large change.
+.PHONY: everything
+everything: .venv/.test
+	@OUT='$(OUT)' .ci/everything
 
 .PHONY: report
 report: .venv/.test
@@ -65,6 +71,11 @@ lint: .venv/.test
 
 notebooks: .venv/.test
 	$(BIN)/python notebooks/execute.py
+
+# As `make notebooks`, but their outputs stay as they are.
+.PHONY: notebooks-test
+notebooks-test: .venv/.test
+	$(PYTEST) -m reliability tests/notebooks
 
 figures: .venv/.test
 	$(BIN)/python docs/concepts_figure.py
