@@ -110,9 +110,8 @@ def restore(
         another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
     """
     check_format(saved)
-    # A state from before a tensor's rest was counted; a tensor that rested goes on as if it had not.
-    saved = {**dict.fromkeys(_with_role(core, "rested"), _int64(0)), **saved}
     live, marks, here = {**(params or {}), **flat_state(core)}, marks_of(core), place_of(core)
+    saved = {**{path: torch.zeros_like(live[path]) for path in lately_added(core) & live.keys()}, **saved}
     mine = {path: x for path, x in saved.items() if marks.get(path) != OWNED or path in live}
     mine |= {path: live[path] for path in _with_role(core, "plan") & mine.keys()}  # owners are those of these ranks
     for path in (path for path in live if marks.get(path) == OWNED and path not in mine):
@@ -203,6 +202,11 @@ def divided(core: Core) -> dict[str, DTensor]:
             if isinstance(p, DTensor) and p.ndim and marks[path] in (SAME, OWN):
                 found[path] = p
     return found
+
+
+def lately_added(core: Core) -> set[str]:
+    """Return the paths that a state of this format may lack, for it was saved before they were: no tensor rested."""
+    return _with_role(core, "rested")
 
 
 def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None:
