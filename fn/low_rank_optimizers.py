@@ -66,8 +66,9 @@ def powersgd_adamw(
     """
     low_rank = low_rank_average(axis, rank, feedback=feedback, mean=mean, min_rate=min_rate, seed=seed)
     low_rank = low_rank._replace(local_update=missing(Phase.LOCAL, "PowerSGD"))
-    adam = scale_by_adam(b1, b2, eps, await_gradient=True), add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    return agreed(skip_nonfinite(chain(average(axis), low_rank, *adam)), axis)
+    adam = scale_by_adam(b1, b2, eps, await_gradient=True)
+    ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    return agreed(skip_nonfinite(chain(average(axis), low_rank, adam, *ends)), axis)
 
 
 def dion(

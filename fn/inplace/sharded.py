@@ -52,7 +52,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     rules, inner = rule.rules, links_of(rule.inner)
     h = inner[0].update if inner else None
     rests = isinstance(h, OnebitAdam) and h.keep_zeros and not links_of(h.average)
-    if not (rests or (isinstance(h, Adam) and not h.awaits)):
+    if not isinstance(h, Adam | OnebitAdam) or not (rests or (isinstance(h, Adam) and not h.awaits)):
         adams = "scale_by_adam without await_gradient, or with scale_by_onebit_adam whose sync does nothing"
         return f"fn.sharded has kernels for a chain that begins with {adams}"
     ages = Ages(h.corrected)

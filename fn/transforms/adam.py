@@ -278,9 +278,10 @@ def started(state: Any) -> Any:
 
     Such a tensor has a second moment of zero throughout. Only tensors that had none before the latest update are asked.
     """
-    leaves, nus, age = tree.leaves(state.rested), tree.leaves(state.nu), state.ages[-1]
+    leaves, nus = tree.leaves(state.rested), tree.leaves(state.nu)
     if not leaves:
         return state
+    age = state.ages[-1]
     if age.device.type == "cpu" and is_concrete(age, *leaves, *nus):
         latest = int(age) - 1
         waits = [x.numel() > 0 and int(x) == latest and not v.any() for x, v in zip(leaves, nus, strict=True)]
@@ -300,13 +301,15 @@ def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Tensor | None, Te
     if not ages:
         return None, None
     leaves = tree.leaves(rested)
-    of_all = leaves[0].device.type == "cpu" and is_concrete(*leaves) if leaves else True
-    counts = {int(x) for x in leaves if x.numel()} if of_all else set[int]()
-    sat_out: Tensor | int = next(iter(counts), 0)
-    if not of_all or len(counts) > 1:
-        sat_out = torch.stack([x if x.numel() else torch.zeros_like(ages[0]) for x in leaves])  # (S,)
-    of_mu, of_nu = (age - sat_out for age in ages)
-    return of_mu, of_nu
+    if not leaves:
+        return ages[0], ages[1]
+    if leaves[0].device.type == "cpu" and is_concrete(*leaves):
+        counts = {int(x) for x in leaves if x.numel()}
+        if len(counts) < 2:
+            (count,) = counts or (0,)
+            return ages[0] - count, ages[1] - count
+    sat_out = torch.stack([x if x.numel() else torch.zeros_like(ages[0]) for x in leaves])  # (S,)
+    return ages[0] - sat_out, ages[1] - sat_out
 
 
 FILLED = 1 << 31

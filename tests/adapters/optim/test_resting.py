@@ -184,8 +184,9 @@ def test_a_rest_is_saved_and_a_state_from_before_rests_were_counted_loads_as_one
     saved = {path: x.clone() for path, x in opt.state_dict().items()}
     old = {path: x for path, x in saved.items() if "rested" not in path}
     assert len(saved) - len(old) == 3
-    once, again, before, none = (resumed(fn.Optimizer(three(torch.float32), fn.adamw, lr=0.01), s)
-                                 for s in (saved, saved, old, saved | {p: 0 * saved[p] for p in saved if p not in old}))  # fmt: skip
+    without = saved | {path: torch.zeros_like(x) for path, x in saved.items() if path not in old}
+    fresh = [fn.Optimizer(three(torch.float32), fn.adamw, lr=0.01) for _ in range(4)]
+    once, again, before, none = map(resumed, fresh, (saved, saved, old, without))
     torch.testing.assert_close(once, again, rtol=0, atol=0)
     torch.testing.assert_close(before, none, rtol=0, atol=0)
     assert not torch.equal(once[0], before[0])
@@ -207,3 +208,17 @@ def test_a_checkpoint_from_before_rests_were_counted_loads():
     found, right = steps_of(new, others, [0.5, 1.0]), steps_of(old, params, [0.5, 1.0])
     torch.testing.assert_close(found, right, rtol=0, atol=0)
     assert [int(x) for x in fn.tree.leaves(fn.roles.find(new.states, "rested"))] == [0, 0, 0]
+
+
+def test_what_torch_counted_for_each_parameter_is_taken_over():
+    ours, theirs = three(torch.float32), three(torch.float32)
+    adamw = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
+    steps_of(adamw, theirs, [1.0, None, None, 2.0])
+    for x, y in zip(ours, theirs, strict=True):
+        x.data.copy_(y)
+    copied = torch.optim.AdamW(ours, lr=1e-2, weight_decay=0.1)
+    copied.load_state_dict(adamw.state_dict())
+    opt = fn.Optimizer(ours, fn.adamw, lr=1e-2, weight_decay=0.1)
+    fn.adapters.from_adamw(copied, opt)
+    found, right = steps_of(opt, ours, [1.0, None, -1.0]), steps_of(adamw, theirs, [1.0, None, -1.0])
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
