@@ -56,7 +56,7 @@ def lamb(
     """
     tx = chain(
         always_average(axis),
-        scale_by_adam(b1, b2, eps),
+        scale_by_adam(b1, b2, eps, await_gradient=axis is not None),
         add_decayed_weights(weight_decay),
         scale_by_trust_ratio(min_coeff, max_coeff),
         scale_by_learning_rate(lr),

@@ -66,8 +66,9 @@ def powersgd_adamw(
     """
     low_rank = low_rank_average(axis, rank, feedback=feedback, mean=mean, min_rate=min_rate, seed=seed)
     low_rank = low_rank._replace(local_update=missing(Phase.LOCAL, "PowerSGD"))
-    adam = scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    return agreed(skip_nonfinite(chain(average(axis), low_rank, *adam)), axis)
+    adam = scale_by_adam(b1, b2, eps, await_gradient=True)
+    ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    return agreed(skip_nonfinite(chain(average(axis), low_rank, adam, *ends)), axis)
 
 
 def dion(
@@ -141,6 +142,6 @@ def dion(
     factors = low_rank(exactly=lambda params: tree.map(lambda label: label == "adamw", named(params)))
     kinds = {
         "dion": chain(scale_by_shape(), decay, rate),
-        "adamw": chain(scale_by_adam(0.9, 0.95), decay, scale(adamw_rate), rate),
+        "adamw": chain(scale_by_adam(0.9, 0.95, await_gradient=True), decay, scale(adamw_rate), rate),
     }
     return agreed(skip_nonfinite(chain(factors, partition(kinds, named))), axis)

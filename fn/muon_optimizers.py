@@ -108,7 +108,8 @@ def muon(
     """
     if other not in ("adamw", "lion"):
         raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
-    direction = scale_by_adam(0.9, 0.95) if other == "adamw" else scale_by_lion(0.9, 0.95)
+    adam = scale_by_adam(0.9, 0.95, await_gradient=axis is not None and shards is None)
+    direction = adam if other == "adamw" else scale_by_lion(0.9, 0.95)
     return _muon(
         [], {other: direction}, lr, momentum, weight_decay, axis, labels, shards, owned, codec, other_rate, scale, dtype
     )
@@ -160,7 +161,7 @@ def normuon(
 
     Paper: Li et al., NorMuon: making Muon more efficient and scalable (arXiv 2510.05491).
     """
-    kinds = {"adamw": scale_by_adam(0.9, 0.95)}
+    kinds = {"adamw": scale_by_adam(0.9, 0.95, await_gradient=axis is not None and shards is None)}
     norm = scale_by_neuron_norm(b2)
     return _muon(
         [norm], kinds, lr, momentum, weight_decay, axis, labels, shards, owned, codec, other_rate, scale, dtype
@@ -293,7 +294,7 @@ def sign_muon(
     mean = chain(average(axis), compressed_average(axis, int8(), classic()))
     kinds = {
         "muon": chain(local_momentum(1 - momentum), *links),
-        "other": chain(mean, scale_by_adam(0.9, 0.95), scaling.scale(other_rate)),
+        "other": chain(mean, scale_by_adam(0.9, 0.95, await_gradient=shards is None), scaling.scale(other_rate)),
     }
     ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr), compensate_rounding()
     return _finished(chain(partition(kinds, kind_of), *ends), axis, "sign_muon")

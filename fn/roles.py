@@ -48,6 +48,7 @@ class Roles(NamedTuple):
     warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
     counts: the number of steps behind the moments, 0-d int64; ages: how many updates the first moment and the second
         one have had, 0-d int64 each, () where moments are not bias-corrected.
+    rested: how many updates, of those that ages count, each tensor sat out: a tree like the first moment of 0-d int64.
     difference: the difference to the anchor, which a weight multiplies before it is sent; in the state of an average,
         0-d numbers that are 1 where it is noted, and are multiplied with it.
     lasting: what an average keeps also where the exchange is left out, and all else of its state stays: turns, or norms
@@ -75,6 +76,7 @@ class Roles(NamedTuple):
     out: tuple[str, ...] = ()
     outliers: tuple[str, ...] = ()
     ages: tuple[str, ...] = ()
+    rested: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     owned: tuple[str, ...] = ()
     plan: tuple[str, ...] = ()

@@ -5,7 +5,7 @@
     fn.adapters.from_adamw(adamw, opt)          # the next step is AdamW's next, or the first in codes
 
 Moments are stored bias-corrected here, and are divided by 1 - b^t on the way. A state has one count where torch counts
-the steps of each parameter: it becomes that of the most.
+the steps of each parameter: it becomes that of the most, and the others have sat out the rest.
 """
 
 from __future__ import annotations
@@ -113,8 +113,14 @@ def _writes(
         return []
     if len({(of_param.b1, of_param.b2) for of_param in some}) > 1:
         raise ValueError(f"expected adamw to have the same betas for all of param group {g}, but got several")
-    count = torch.tensor(int(steps), dtype=torch.int64, device="cpu")
-    writes = [(x, count) for x in (counts[0], *ages[0])]
+
+    def whole(number: float) -> Tensor:
+        return torch.tensor(int(number), dtype=torch.int64, device="cpu")
+
+    writes = [(x, whole(steps)) for x in (counts[0], *ages[0])]
+    taken = [moments_of[id(p)].step if id(p) in moments_of else 0.0 for p in params]
+    rested = tree.leaves(roles.find(state, "rested"))
+    writes += [(x, whole(steps - own).expand(x.shape)) for x, own in zip(rested, taken, strict=bool(rested))]
     for p, mu, nu in zip(params, *pairs, strict=True):
         of_param = moments_of.get(id(p))
         if of_param is None:

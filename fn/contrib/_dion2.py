@@ -218,7 +218,7 @@ def dion2(
     Paper: Dion2: a simple method to shrink matrix in Muon (arXiv 2512.16928).
     """
     check_interval("other_rate", other_rate, "[0, inf)")
-    other = fn.scale_by_adam(0.9, 0.95) if other is None else other
+    other = fn.scale_by_adam(0.9, 0.95, await_gradient=axis is not None) if other is None else other
     check_is_transform("other", other)
     named = hidden_and_other(labels, {"hidden": "muon", "other": "other"})
     rows = scale_by_dion2(axis, fraction, decay, side=side, blocks=blocks, scale=scale, dtype=dtype)

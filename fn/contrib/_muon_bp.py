@@ -135,7 +135,8 @@ def muon_bp(
     """
     check_interval("block_rate", block_rate, "(0, inf)")
     check_interval("other_rate", other_rate, "[0, inf)")
-    other = fn.scale_by_adam(0.9, 0.95) if other is None else other
+    waits = axis is not None and shards is None
+    other = fn.scale_by_adam(0.9, 0.95, await_gradient=waits) if other is None else other
     check_is_transform("other", other)
     if shards is not None and blocks is not None:
         raise ValueError(expected("blocks", "None, where blocks are shards", f"{blocks}"))

@@ -169,7 +169,7 @@ def nanochat(
         may have none, and AdamW's large tensors are cut by rows.
     """
     check_interval("other_rate", other_rate, "[0, inf)")
-    other = fn.scale_by_adam(0.8, 0.95, 1e-10) if other is None else other
+    other = fn.scale_by_adam(0.8, 0.95, 1e-10, await_gradient=axis is not None) if other is None else other
     check_is_transform("other", other)
     if codec is not None and axis is None:
         raise ValueError("codec: is given where no tensors are owned; pass an axis")

@@ -121,8 +121,9 @@ def staged_by(
         if lists is None:
             return None
         grads, keep_front = chain.head.gradients(updates, state, params, moments.nu)
-        ok, write, otherwise = stage(grads, lists, moments)
-        return Staged(ok, _both(write, keep_front), otherwise and _both(otherwise, keep_front))
+        step = stage(grads, lists, moments)
+        otherwise = step.otherwise and _both(step.otherwise, keep_front)
+        return step._replace(commit=_both(step.commit, keep_front), otherwise=otherwise)
 
     return InPlace(chain.update, staged) if is_normal(eps, torch.float32) else NO_EPS
 

@@ -31,16 +31,32 @@ from fn.kernels.tracing import is_concrete
 Tree = Any
 
 
+class Asked:
+    """What a commit has to know of some tensors. places: of the tensors. flags: (S,) bool, perhaps on a device."""
+
+    def __init__(self, places: Sequence[int], flags: Tensor) -> None:
+        self.places, self.flags = places, flags
+        self.known: list[bool] | None = None
+
+    def answers(self) -> list[bool]:
+        """Return the flags on the host; a device is waited for where `settled` has not brought them along."""
+        if self.known is None:
+            self.known = self.flags.tolist()
+        return self.known
+
+
 class Staged(NamedTuple):
     """A step that waits to be written. commit: write it, if it is ok.
 
     ok: what it is taken from is finite, on all ranks alike; if not, all skip it. A 0-d bool where nobody has waited for
-    the device yet. otherwise: what to write if it is not ok, in a step of which no other rank hears.
+    the device yet. otherwise: what to write if it is not ok, in a step of which no other rank hears. asked: what the
+    commit reads, which then comes with the flags.
     """
 
     ok: bool | Tensor
     commit: Callable[[], None]
     otherwise: Callable[[], None] | None = None
+    asked: Asked | None = None
 
 
 def settled(steps: Sequence[Staged]) -> list[Staged]:
@@ -49,9 +65,14 @@ def settled(steps: Sequence[Staged]) -> list[Staged]:
     flags = [step.ok for step in steps]
     on_device = {id(flag): flag for flag in flags if isinstance(flag, Tensor) and flag.device.type != "cpu"}
     if len({flag.device for flag in on_device.values()}) == 1:
-        # F flags of () -> (F,): one copy to the host, so one wait.
-        numbers = dict(zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True))
+        asked = [step.asked for step in steps if step.asked is not None]
+        # F flags of (), and (S,) of each that asks, -> (F + S ...,): one copy to the host, so one wait.
+        found = torch.cat([torch.stack([*on_device.values()]), *(x.flags for x in asked)]).cpu().tolist()
+        numbers = dict(zip(on_device, found, strict=False))
         flags = [numbers.get(id(flag), flag) for flag in flags]
+        rest = iter(found[len(on_device) :])
+        for x in asked:
+            x.known = [next(rest) for _ in x.places]
     return [
         Staged(bool(ok), step.commit) if ok or step.otherwise is None else Staged(True, step.otherwise)
         for step, ok in zip(steps, flags, strict=True)

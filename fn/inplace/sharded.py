@@ -15,7 +15,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Link, links_of
 from fn.collectives.axis import axis_index, axis_size
-from fn.inplace.adam import count_step, decays
+from fn.inplace.adam import Ages, count_step
 from fn.inplace.links import NO_EPS, MatchedChain, descent_of
 from fn.inplace.match import register
 from fn.inplace.memory import successor
@@ -52,9 +52,10 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     rules, inner = rule.rules, links_of(rule.inner)
     h = inner[0].update if inner else None
     rests = isinstance(h, OnebitAdam) and h.keep_zeros and not links_of(h.average)
-    if not isinstance(h, Adam | OnebitAdam) or (isinstance(h, OnebitAdam) and not rests):
-        adams = "scale_by_adam, or with scale_by_onebit_adam whose sync does nothing"
+    if not isinstance(h, Adam | OnebitAdam) or not (rests or (isinstance(h, Adam) and not h.awaits)):
+        adams = "scale_by_adam without await_gradient, or with scale_by_onebit_adam whose sync does nothing"
         return f"fn.sharded has kernels for a chain that begins with {adams}"
+    ages = Ages(h.corrected)
     if not is_normal(h.eps, torch.float32):
         return NO_EPS
     frozen = isinstance(h, OnebitAdam)
@@ -86,7 +87,8 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
-        betas = decays(moments.ages, h.corrected, h.b1, h.b2 if isinstance(h, Adam) else 0.0)
+        # of vectors, each of which is a tensor to the inner, and no vector rests
+        ((_, betas),) = ages.groups(moments, (), h.b1, h.b2 if isinstance(h, Adam) else 0.0)
         numbers = *betas, h.eps, behind.weight_decay, behind.rate, max_step, frozen
         # the momentum that travels is the inner's, and decays alike
         here = rules if rules.momentum is None else rules._replace(momentum=betas[0])

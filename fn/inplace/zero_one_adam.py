@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn.collectives.axis import axis_size
-from fn.inplace.adam import count_step, decays
+from fn.inplace.adam import Ages, count_step
 from fn.inplace.compressed_average import CodedAverage, average_of
 from fn.inplace.links import MatchedChain, bounded, largest_of, staged_by
 from fn.inplace.match import register
@@ -29,31 +29,34 @@ BEHIND = "a weight decay or a rate stands behind 0/1 Adam, whose updates are add
 
 def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     """Return how a variance step is staged."""
-    h = rule.hyper
+    h, ages = rule.hyper, Ages(rule.hyper.corrected)
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
+        asked = ages.ask(moments) if h.corrected else None
+
         def commit() -> None:
             params, _, _, anchor = lists
+            ages.answer(moments, asked)
             # What the guard of the pure step looks at; the state is then as that step leaves it.
             moments.peak.copy_(direct("largest_magnitude", grads))
-            _descend(moments, lists, grads, h, frozen=False)
+            _descend(moments, ages, lists, grads, h, frozen=False)
             torch._foreach_copy_(anchor, params)
 
-        return Staged(bounded(largest_of(grads, moments.step)), commit)
+        return Staged(bounded(largest_of(grads, moments.step)), commit, asked=asked)
 
     return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
 
 def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
     """Return how a local step is staged."""
-    h = rule.hyper
+    h, ages = rule.hyper, Ages(rule.hyper.corrected)
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         def count_elapsed() -> None:
             write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
 
         def commit() -> None:
-            _descend(moments, lists, grads, h, frozen=True)
+            _descend(moments, ages, lists, grads, h, frozen=True)
             count_elapsed()
 
         def drop() -> None:  # this rank's own: no message tells the others, so the time goes on alike on all ranks
@@ -71,7 +74,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
     h, average = rule.hyper, average_of(rule.average)
     if not isinstance(average, CodedAverage) or average.rule.layout == "fused":
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
-    eligible = Eligibility("adamw_", FIELDS)
+    eligible, ages = Eligibility("adamw_", FIELDS), Ages(h.corrected)
 
     def elapsed_after(moments: ZeroOneAdamState) -> float:
         # In the dtype of the state: the pure step divides by the number that it has rounded to.
@@ -79,12 +82,14 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
 
     def fits(updates: Tree, moments: ZeroOneAdamState, params: Tree) -> list[list[Tensor]] | None:
         moved = axis_size(average.rule.axis) > 1 and elapsed_after(moments) >= SMALLEST
-        return eligible(updates, moments, params) if moved else None
+        # a vector that travels has one decay for all of its tensors
+        return eligible(updates, moments, params) if moved and ages.decay(moments, h.b1) is not None else None
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Staged:
         params, mu, nu, anchor = lists
         elapsed = elapsed_after(moments)
-        (b1,) = decays(moments.ages, h.corrected, h.b1)
+        b1 = ages.decay(moments, h.b1)
+        assert b1 is not None  # as `fits` saw
 
         def drifts(bucket: Bucket) -> Tensor:
             inputs = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, anchor, mu, grads, nu)]
@@ -113,13 +118,13 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
 
 
 def _descend(
-    moments: ZeroOneAdamState, lists: list[list[Tensor]], grads: list[Tensor], h: ZeroOneAdam, *, frozen: bool
-) -> None:
-    params, mu, nu, _ = lists
+    moments: ZeroOneAdamState, ages: Ages, lists: list[list[Tensor]], grads: list[Tensor], h: ZeroOneAdam, *,
+    frozen: bool,
+) -> None:  # fmt: skip
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
     args = h.eps, decay, float(_rate(h)), h.max_step
-    betas = decays(moments.ages, h.corrected, h.b1, h.b2)
-    direct("adamw_", params, grads, mu, nu, *betas, *args, frozen)
+    for (params, mu, nu, _, fresh), betas in ages.groups(moments, (*lists, grads), h.b1, h.b2):
+        direct("adamw_", params, fresh, mu, nu, *betas, *args, frozen)
     count_step(moments, frozen=frozen)
 
 

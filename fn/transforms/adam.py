@@ -22,6 +22,8 @@ from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, lin
 from fn.collectives.agreement import device_of
 from fn.errors import expected
 from fn.kernels import reference, rules
+from fn.kernels.lists import peaks
+from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 from fn.transforms.leafwise import apply
 from fn.transforms.skip_nonfinite import nan_unless_finite
@@ -33,21 +35,24 @@ Tree = Any
 class Adam(NamedTuple):
     """The rule of `scale_by_adam`, and of a warm-up step of `scale_by_onebit_adam`.
 
-    corrected: whether moments are stored bias-corrected.
+    corrected: whether moments are stored bias-corrected. awaits: as `await_gradient` of `scale_by_adam`.
     """
 
     b1: float
     b2: float
     eps: float
     corrected: bool = True
+    awaits: bool = False
 
     def __call__(self, updates: Tree, state: Moments, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Moments]:
         """Return Adam's directions, and the next state. out: as for `leafwise.apply`."""
         check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)
+        state = started(state) if self.awaits else state
         ages = older(state.ages, self.corrected)
-        mu = moving_average(state.mu, updates, self.b1, *ages[:1])
-        nu = moving_average_of_squares(state.nu, updates, self.b2, *ages[1:])
+        of_mu, of_nu = by_tensor(ages, state.rested)
+        mu = moving_average(state.mu, updates, self.b1, of_mu)
+        nu = moving_average_of_squares(state.nu, updates, self.b2, of_nu)
         after = state._replace(step=state.step + 1, mu=mu, nu=nu, ages=ages)
         return adam_direction(mu, nu, self.eps, out=out), after
 
@@ -72,20 +77,25 @@ class OnebitAdam(NamedTuple):
         return self.run(updates, state, params)
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",))
+@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), rested=("rested",))
 class AdamState(NamedTuple):
     """step: updates made, 0-d int64. mu, nu: moments, like the params.
 
     ages: how many updates mu and nu have had, 0-d int64 each; () without bias correction.
+    rested: how many of these a tensor sat out, a tree like the params of 0-d int64; (0,) for one without elements; ()
+        where no tensor did, and without bias correction.
     """
 
     step: Tensor
     mu: Tree
     nu: Tree
     ages: tuple[Tensor, ...]
+    rested: Tree = ()
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), others=("sync",))
+@declare(
+    first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), rested=("rested",), others=("sync",)
+)
 class OnebitAdamState(NamedTuple):
     """As `AdamState`; nu and its age stay as they are after the warm-up. sync: the state of `sync`."""
 
@@ -94,12 +104,15 @@ class OnebitAdamState(NamedTuple):
     nu: Tree
     ages: tuple[Tensor, ...]
     sync: Tree
+    rested: Tree = ()
 
 
 Moments = AdamState | OnebitAdamState
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, await_gradient: bool = False
+) -> Transform:
     """Divide the averaged gradient by the root of the averaged square.
 
         mu <- mu + (1 - b1) / (1 - b1^t) (g - mu)        nu <- nu + (1 - b2) / (1 - b2^t) (g^2 - nu)
@@ -113,6 +126,11 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         >>> u
         tensor([0.9623, 0.7035])
 
+    Args:
+        b1, b2, eps: as in the paper.
+        await_gradient: let t begin, for each tensor, with the first update that is not zero throughout. Take it behind
+            an average over ranks, where a tensor without a gradient has one of zero. It is for whole tensors: of pieces
+            each would have an age of its own.
     Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
 
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
@@ -121,9 +139,9 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
     def init(params: Tree) -> AdamState:
         step, mu, nu = start_moments(params)
-        return AdamState(step, mu, nu, start_ages(step, True))
+        return AdamState(step, mu, nu, start_ages(step, True), start_rested(mu, True))
 
-    return lift(init, Adam(b1, b2, eps), elementwise=True)
+    return lift(init, Adam(b1, b2, eps, awaits=await_gradient), elementwise=True)
 
 
 def scale_by_onebit_adam(
@@ -162,7 +180,8 @@ def scale_by_onebit_adam(
         sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
         bias_correction: let the k-th update of mu count (1 - b1) / (1 - b1^k) in place of 1 - b1, and of nu alike, as
             `scale_by_adam` does. False is the paper's form, in which a nu that is frozen before b2 has filled it makes
-            all later steps too large: by 3 after 100 steps with b2 = 0.999.
+            all later steps too large: by 3 after 100 steps with b2 = 0.999. Where `sync` communicates, k begins for
+            each tensor with the first update that is not zero throughout, as with `await_gradient` there.
         max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
             near 1. A sign code moves an element by the scale of its whole tensor: if its second moment froze near zero,
             hundreds of times as far. A step whose m is not finite is skipped, not clamped. The momentum and the
@@ -176,10 +195,13 @@ def scale_by_onebit_adam(
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
     limit = limit_of(max_step)
+    # Behind an average a tensor without a gradient has one of zero; where `sync` sends nothing, this sees pieces.
+    awaits = bias_correction and bool(facts_of(sync).axes)
 
     def init(params: Tree) -> OnebitAdamState:
         step, mu, nu = start_moments(params)
-        return OnebitAdamState(step, mu, nu, start_ages(step, bias_correction), sync.init(mu))
+        ages, rested = start_ages(step, bias_correction), start_rested(mu, bias_correction)
+        return OnebitAdamState(step, mu, nu, ages, sync.init(mu), rested)
 
     def next_momentum(
         updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn, *, frozen: bool
@@ -189,12 +211,14 @@ def scale_by_onebit_adam(
         tree.check_updates(updates, state.nu)
         params = params if params is None else tree.in_order(params, state.nu, "params")
         ages = older(state.ages, bias_correction, frozen=frozen)
-        mu, sync_state = average(moving_average(state.mu, updates, b1, *ages[:1]), state.sync, params)
+        of_mu, _ = by_tensor(ages, state.rested)
+        mu, sync_state = average(moving_average(state.mu, updates, b1, of_mu), state.sync, params)
         return state._replace(step=state.step + 1, mu=mu, ages=ages, sync=sync_state)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        state = next_momentum(updates, state, params, sync.warmup_update, frozen=False)
-        state = state._replace(nu=moving_average_of_squares(state.nu, updates, b2, *state.ages[1:]))
+        state = next_momentum(updates, started(state) if awaits else state, params, sync.warmup_update, frozen=False)
+        _, of_nu = by_tensor(state.ages, state.rested)
+        state = state._replace(nu=moving_average_of_squares(state.nu, updates, b2, of_nu))
         return adam_direction(state.mu, state.nu, eps), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
@@ -206,7 +230,7 @@ def scale_by_onebit_adam(
 
     frozen_step = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit, compressed)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
-    exact = warmup if links_of(sync.warmup_update) else Adam(b1, b2, eps, bias_correction)
+    exact = warmup if links_of(sync.warmup_update) else Adam(b1, b2, eps, bias_correction, awaits)
     facts = facts_of(sync)._replace(unclamped=limit == math.inf)  # adapters warn of jumps where there is no clamp
     local, frozen = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # where nu is frozen
     return Transform(init, exact, frozen_step, local, needs_warmup=frozen, facts=facts)
@@ -243,6 +267,51 @@ def start_ages(step: Tensor, corrected: bool) -> tuple[Tensor, ...]:
     return (torch.zeros_like(step), torch.zeros_like(step)) if corrected else ()
 
 
+def start_rested(mu: Tree, corrected: bool) -> Tree:
+    """Return that no tensor sat out an update; () without bias correction."""
+    # Of no elements where the tensor has none: on ranks that do not own it, so that they do not save it either.
+    return tree.map(lambda m: m.new_zeros(() if m.numel() else (0,), dtype=torch.int64), mu) if corrected else ()
+
+
+def started(state: Any) -> Any:
+    """Return the state before an update, in which tensors that never had a gradient have sat out all before it.
+
+    Such a tensor has a second moment of zero throughout. Only tensors that had none before the latest update are asked.
+    """
+    leaves, nus = tree.leaves(state.rested), tree.leaves(state.nu)
+    if not leaves:
+        return state
+    age = state.ages[-1]
+    if age.device.type == "cpu" and is_concrete(age, *leaves, *nus):
+        latest = int(age) - 1
+        waits = [x.numel() > 0 and int(x) == latest and not v.any() for x, v in zip(leaves, nus, strict=True)]
+        if latest < 0 or not any(waits):
+            return state
+        new = [torch.full_like(x, latest + 1) if wait else x for x, wait in zip(leaves, waits, strict=True)]
+    else:  # nobody waits for a device
+        all_zero = torch.stack([peak.double() == 0 for peak in peaks(nus)])  # (S,)
+        old = torch.stack([x if x.numel() else torch.zeros_like(age) for x in leaves])  # (S,)
+        chosen = torch.where(all_zero & (old == age - 1), age, old).unbind()
+        new = [y if x.numel() else x for x, y in zip(leaves, chosen, strict=True)]
+    return state._replace(rested=tree.unflatten(tree.flatten(state.rested)[1], new))
+
+
+def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Tensor | None, Tensor | None]:
+    """Return the ages of mu and nu of each tensor, (S,), or 0-d where all tensors have the same; None without ages."""
+    if not ages:
+        return None, None
+    leaves = tree.leaves(rested)
+    if not leaves:
+        return ages[0], ages[1]
+    if leaves[0].device.type == "cpu" and is_concrete(*leaves):
+        counts = {int(x) for x in leaves if x.numel()}
+        if len(counts) < 2:
+            (count,) = counts or (0,)
+            return ages[0] - count, ages[1] - count
+    sat_out = torch.stack([x if x.numel() else torch.zeros_like(ages[0]) for x in leaves])  # (S,)
+    return ages[0] - sat_out, ages[1] - sat_out
+
+
 FILLED = 1 << 31
 """The age of a moment that was set, not gathered: of its next value it takes 1 - b."""
 
@@ -264,7 +333,7 @@ def check_ages(ages: tuple[Tensor, ...], corrected: bool) -> None:
 def share(b: float, age: Any) -> Any:
     """Return (1 - b) / (1 - b^age): what the latest of so many values counts in a bias-corrected average.
 
-    Args: age: a number, or a 0-d tensor, which the host need not read; the result is then one of float64.
+    Args: age: a number, or a tensor, which the host need not read; the result is then one of float64.
     """
     if not isinstance(age, Tensor):
         return (1 - b) / (1 - b**age)
@@ -295,7 +364,8 @@ def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
 def moving_average(average: Tree, new: Tree, decay: float, age: Tensor | None = None) -> Tree:
     """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average.
 
-    Args: age: how many values the average has, with the new one; it is then bias-corrected. None: it is not.
+    Args: age: how many values the average has, with the new one; it is then bias-corrected. (S,): of each leaf. None:
+        it is not.
     """
     return apply(rules.lerp, (new, average), decay if age is None else 1 - share(decay, age), like=1)
 

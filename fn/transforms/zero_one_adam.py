@@ -23,6 +23,7 @@ from fn.roles import declare
 from fn.transforms.adam import (
     FILLED,
     adam_direction,
+    by_tensor,
     check_betas,
     limit_of,
     moving_average,
@@ -30,6 +31,8 @@ from fn.transforms.adam import (
     older,
     start_ages,
     start_moments,
+    start_rested,
+    started,
     widest,
 )
 from fn.transforms.decay_and_lr import check_decay, check_rate
@@ -44,6 +47,8 @@ Tree = Any
     first_moment=("mu",),
     second_moment=("nu",),
     copies=("anchor",),
+    ages=("ages",),
+    rested=("rested",),
     agreed=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
@@ -52,8 +57,9 @@ Tree = Any
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
 
-    step, mu, nu, ages: as for Adam; between synchronisations mu differs between ranks. The age of nu counts variance
-        steps. That of mu counts local steps that were left out, too, and is `FILLED` behind a synchronising step.
+    step, mu, nu, ages, rested: as for Adam; between synchronisations mu differs between ranks. The age of nu counts
+        variance steps. That of mu counts local steps that were left out, too, and is `FILLED` behind a synchronising
+        step.
     anchor: the params that all ranks agreed on last, in the dtype of the moments. It is made of params that differ
         between ranks, so a simulation cannot know that it is the same on all.
     elapsed: the sum of learning rates since the last synchronisation, 0-d.
@@ -72,6 +78,7 @@ class ZeroOneAdamState(NamedTuple):
     dropped: Tensor
     peak: Tensor
     sync: Tree
+    rested: Tree = ()
 
 
 class ZeroOneAdam(NamedTuple):
@@ -194,8 +201,9 @@ def scale_by_zero_one_adam(
         # A copy: an anchor in the memory of params, which adapters write into, would move with them, and every drift
         # would be zero.
         anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu)
-        ages = start_ages(step, bias_correction)
-        return ZeroOneAdamState(step, mu, nu, ages, anchor, elapsed, torch.zeros_like(step), peak, sync.init(mu))
+        ages, rested = start_ages(step, bias_correction), start_rested(mu, bias_correction)
+        dropped = torch.zeros_like(step)
+        return ZeroOneAdamState(step, mu, nu, ages, anchor, elapsed, dropped, peak, sync.init(mu), rested)
 
     def later(elapsed: Tensor) -> Tensor:
         return (elapsed + lr).to(elapsed.dtype)  # here and below: 0-d tensors of two dtypes meet in the wider one
@@ -206,9 +214,11 @@ def scale_by_zero_one_adam(
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         check_synchronised(state.elapsed)
+        state = started(state) if bias_correction else state
         ages = older(state.ages, bias_correction)
-        mu = moving_average(state.mu, updates, b1, *ages[:1])
-        nu = moving_average_of_squares(state.nu, updates, b2, *ages[1:])
+        of_mu, of_nu = by_tensor(ages, state.rested)
+        mu = moving_average(state.mu, updates, b1, of_mu)
+        nu = moving_average_of_squares(state.nu, updates, b2, of_nu)
         out = common_step(lr, eps, weight_decay, mu, nu, params, limit)
         # The largest gradient is a mean, alike on all ranks, so a guard that looks at it skips on all of them.
         peak = peak_of(largest(updates), all_finite(tree.leaves(out)))
@@ -218,7 +228,8 @@ def scale_by_zero_one_adam(
 
     def momentum(updates: Tree, state: ZeroOneAdamState) -> tuple[Tree, tuple[Tensor, ...]]:
         ages = older(state.ages, bias_correction, frozen=True)
-        return zeros_kept(moving_average(state.mu, updates, b1, *ages[:1]), state.nu), ages
+        of_mu, _ = by_tensor(ages, state.rested)
+        return zeros_kept(moving_average(state.mu, updates, b1, of_mu), state.nu), ages
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")

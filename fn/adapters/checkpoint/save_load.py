@@ -37,7 +37,15 @@ from fn.adapters.checkpoint.compare import EXTRA, HINTS, compare
 from fn.adapters.checkpoint.rows import EACH, everything, params_of, world
 from fn.adapters.optim.core import TORN, Core
 from fn.adapters.optim.hooks import agree
-from fn.adapters.optim.state_dict import OF_RANK, check_paths, marks_of, owned_elsewhere, place_of, restore
+from fn.adapters.optim.state_dict import (
+    OF_RANK,
+    check_paths,
+    lately_added,
+    marks_of,
+    owned_elsewhere,
+    place_of,
+    restore,
+)
 from fn.arguments import check_whole
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp import timeout_of
@@ -135,7 +143,8 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
         rows.own_keys(optimizer)  # raises where there can be no rows
         paths = {key.removeprefix(EACH): key for key in reader.forms}
         unread = owned_elsewhere(optimizer) | {path for path in paths if extra is None and path.startswith(EXTRA)}
-        check_paths(everything(optimizer, extra).keys(), paths.keys() - unread, "checkpoint")
+        wanted = everything(optimizer, extra).keys() - (lately_added(optimizer) - paths.keys())
+        check_paths(wanted, paths.keys() - unread, "checkpoint")
         filled = rows.to_fill({key: reader.forms[key] for path, key in paths.items() if path not in unread}, old)
         with _files("read", checkpoint):
             state_dict_loader.load(filled, storage_reader=reader)

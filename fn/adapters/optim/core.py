@@ -52,7 +52,8 @@ class Unit:
     transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
     learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
     tuples of lists, one for each group, or the list of a single one. state: live buffers. has_copies: whether it
-    has `copies`. versions: of the params, as fn left them; [] where that is not known.
+    has `copies`. versions: of the params, as fn left them; [] where that is not known. places: the number of the
+    parameter that each leaf of the state belongs to, or None; [] until somebody asks.
     """
 
     transform: Transform
@@ -63,6 +64,7 @@ class Unit:
     state: Tree = ()
     has_copies: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
+    places: list[int | None] = field(default_factory=list)
 
     @property
     def params(self) -> Tree:
@@ -199,9 +201,12 @@ class Core(torch.optim.Optimizer):
         """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
         return nothing
 
-    def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that a step must not change, each with a copy of its numbers."""
-        return []
+    def held(self, *, exchange: bool = False) -> Callable[[], None]:
+        """Return a function that gives back, behind a step, the numbers of what the step must not change.
+
+        Args: exchange: whether it is an exchange, in place of a step that moves moments.
+        """
+        return nothing
 
     @property
     def next_phase(self) -> Phase | Round:
@@ -284,12 +289,11 @@ def take(core: Core, phase: Phase | Round) -> bool:
     steps = settled([core.staged.pop(i) for i in units])
     moves = together(core, all(step.ok for step in steps), phase)
     # Copied before the first write; what rests gets its numbers back behind the last one.
-    held = core.held() if moves else []
+    put_back = core.held() if moves else nothing
     with core.writing(), step_range("apply"):
         for step in steps if moves else ():
             step.commit()
-        for x, numbers in held:
-            x.copy_(numbers)
+        put_back()
         # Units are skipped together: one whose own numbers are finite counts the step, too.
         for unit in () if moves else core.units:
             unit.state.skipped.add_(1)
@@ -418,14 +422,13 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     kept = [x if i in carried else y for i, (x, y) in enumerate(zip(before, after, strict=True))]
     # The state is written first, so `rounded_into` copies new params aside that lie in its memory.
     write_state, write_params = written_into(before, kept), rounded_into(params, new, before)
-    held = core.held()
+    put_back = core.held(exchange=True)
 
     def commit() -> None:
         with core.writing():
             write_state()
             write_params()
-            for x, numbers in held:
-                x.copy_(numbers)
+            put_back()
         note_written(core)
         if end is not None and not at_once:
             core.flights[:] = [other for other in core.flights if other.number != end]
@@ -446,7 +449,7 @@ def note_written(core: Core) -> None:
 
 
 def nothing() -> None:
-    """Do nothing, where there is nothing to compare."""
+    """Do nothing, where there is nothing to compare or to give back."""
 
 
 def each(core: Core, part: str, number: int, states: list[Tree], params: list[Tree]) -> tuple[list[Tree], list[Tree]]:

@@ -27,6 +27,7 @@ from fn.adapters.optim.core import (
     versions_of,
 )
 from fn.adapters.optim.hooks import agree, watch, written
+from fn.adapters.optim.resting import at_rest
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.arguments import check_is_transform
@@ -286,19 +287,22 @@ class Optimizer(Core):
         axes = tuple(axis for axis in self.axes if axis not in inside_of(self))
         return agree.announced(axes, number, steps, device_of(self))
 
-    def held(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that a step must not change: params that rest, and the copies of them in a state."""
-        kept: list[tuple[Tensor, Tensor]] = []
+    def held(self, *, exchange: bool = False) -> Callable[[], None]:
+        """Return a function that gives params that rest their numbers back, and what a state has of them."""
+        kept = []
         for unit in self.units:
             if all(p.requires_grad and p.grad is not None for p in unit.members):
                 continue
-            alone = not self.wires and all(axis_size(axis) == 1 for axis in self.axes)  # as bound now
-            rests = [not p.requires_grad or (alone and p.grad is None) for p in unit.members]
+            knows = knows_gradients(self)
+            rests = [not p.requires_grad or (knows and p.grad is None) for p in unit.members]
             if any(rests):
-                # Copies of the params rest with them; else the next exchange would move what rests.
-                for xs in (tree.leaves(unit.params), *unit.copies):
-                    kept += [(x, x.detach().clone()) for x, stays in zip(xs, rests, strict=True) if stays]
-        return kept
+                kept.append(at_rest(self, unit, rests, moves_moments=not exchange))
+
+        def put_back() -> None:
+            for of_unit in kept:
+                of_unit()
+
+        return put_back
 
     @property
     def phase(self) -> Phase:
@@ -418,6 +422,13 @@ def refuse_thawed(frozen: list[tuple[str, Tensor]]) -> None:
             wanted = f"parameter {name} to go on without gradients, as when the optimizer was made: it has no state"
             cure = "call add_param_group with it on all ranks"
             raise RefusedByAll(expected("requires_grad", wanted, "one that requires them", cure))
+
+
+def knows_gradients(core: Core) -> bool:
+    """Return whether no other rank adds to a gradient: this rank is alone, as bound now, or somebody else averages."""
+    facts = [facts_of(unit.transform) for unit in core.units]
+    sends = any(said.silent or said.axes for said in facts)
+    return not sends or all(axis_size(axis) == 1 for axis in core.axes)
 
 
 def inside_of(core: Core) -> set[str]:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from fn import roles, tree
 from fn.adapters.optim import groups
 from fn.adapters.optim.core import TORN, Core, Unit
+from fn.adapters.optim.resting import places_of
 from fn.adapters.optim.shards import as_dtensor, division_of, pieces
-from fn.collectives.axis import alone
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
@@ -111,6 +111,7 @@ def restore(
     """
     check_format(saved)
     live, marks, here = {**(params or {}), **flat_state(core)}, marks_of(core), place_of(core)
+    saved = {**{path: torch.zeros_like(live[path]) for path in lately_added(core) & live.keys()}, **saved}
     mine = {path: x for path, x in saved.items() if marks.get(path) != OWNED or path in live}
     mine |= {path: live[path] for path in _with_role(core, "plan") & mine.keys()}  # owners are those of these ranks
     for path in (path for path in live if marks.get(path) == OWNED and path not in mine):
@@ -189,29 +190,23 @@ def owned_elsewhere(core: Core) -> set[str]:
 
 
 def divided(core: Core) -> dict[str, DTensor]:
-    """Return {path: the DTensor that it is divided like} of those leaves of the state, such as momenta, that are.
-
-    To find the parameter of a leaf, init makes a state of stand-ins, no two of which have the same shape.
-    """
+    """Return {path: the DTensor that it is divided like} of those leaves of the state, such as momenta, that are."""
     found, marks = dict[str, DTensor](), marks_of(core)
     for u, unit in enumerate(core.units):
         params = unit.members
         if not any(isinstance(p, DTensor) for p in params):
             continue
-        # (..., 1, n, 1000 + i) for parameter i, of as many dimensions as it has, for some links treat matrices
-        # otherwise, and of its n rows, which labels may divide; on "meta", where they take no memory.
-        last = [(*p.shape[-2:-1], 1000 + i)[-p.ndim or 2 :] for i, p in enumerate(params)]
-        shapes = [(1,) * max(0, p.ndim - 2) + some for p, some in zip(params, last, strict=True)]
-        members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
-        stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
-        like = {shape: p for shape, p in zip(shapes, params, strict=True) if p.ndim and isinstance(p, DTensor)}
-        with alone(core.binding.axes):
-            state = tree.by_path(unit.transform.init(stand_ins), f"state.{u}.")
-        for path, x in tree.by_path(unit.state, f"state.{u}.").items():
-            p = like.get(tuple(state[path].shape)) if path in state and marks[path] in (SAME, OWN) else None
-            if p is not None and x.shape == p.to_local().shape:
+        paths = tree.by_path(unit.state, f"state.{u}.")
+        for path, place in zip(paths, places_of(core, unit), strict=True):
+            p = None if place is None else params[place]
+            if isinstance(p, DTensor) and p.ndim and marks[path] in (SAME, OWN):
                 found[path] = p
     return found
+
+
+def lately_added(core: Core) -> set[str]:
+    """Return the paths that a state of this format may lack, for it was saved before they were: no tensor rested."""
+    return _with_role(core, "rested")
 
 
 def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None:

@@ -1,0 +1,86 @@
+"""Parameters that rest in a step: they keep their numbers, and so does what a state has of them, their moments say.
+
+A rest is known on all ranks alike: `requires_grad` was switched off, or there is no gradient where no other rank adds
+to it. A tensor whose gradient is missing on some ranks only has one of zero there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.adapters.optim.core import Core, Unit
+from fn.adapters.optim.shards import pieces
+from fn.collectives.axis import alone
+from fn.roles import ERROR, SHARD
+
+Tree = Any
+
+
+def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: bool) -> Callable[[], None]:
+    """Return a function that gives params that rest their numbers back behind a step, and what a state has of them.
+
+    Where moments are bias-corrected, the step counts as one that these tensors sat out.
+
+    Args: rests: of each param. moves_moments: whether the step moves moments, as an exchange does not.
+    """
+    # Copies of the params rest with them; else the next exchange would move what rests.
+    columns = [tree.leaves(unit.params), *unit.copies]
+    kept = [x for column in columns for x, stays in zip(column, rests, strict=True) if stays]
+    counts: list[tuple[Tensor, list[Tensor], Tensor]] = []
+    if moves_moments and not roles.find(unit.state, "taken"):  # late gradients move them when their mean arrives
+        leaves, marks = tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state))
+        places = places_of(core, unit)
+        resting = {id(x) for x, i in zip(leaves, places, strict=True) if i is not None and rests[i]}
+        kept += [x for x, mark in zip(leaves, marks, strict=True) if id(x) in resting and mark not in (ERROR, SHARD)]
+        for ages, mus, rested in _counted(unit.state):
+            before = torch.stack(ages)  # (2,)
+            counts += [(r, ages, before) for r, mu in zip(rested, mus, strict=True) if id(mu) in resting]
+    numbers = [x.detach().clone() for x in kept]
+
+    def put_back() -> None:
+        for x, before in zip(kept, numbers, strict=True):
+            x.copy_(before)
+        for rested, ages, before in counts:
+            # The step of a frozen moment is none to sit out.
+            rested.add_((torch.stack(ages) - before).amin())  # (2,) -> ()
+
+    return put_back
+
+
+def _counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+    """Return of each state with corrected moments the ages, first moments, and what tensors sat out, if it says so."""
+    nodes = [(node, roles.roles_of(node)) for node in tree.named_tuples(state)]
+    found = [
+        tuple(tree.leaves(getattr(node, name)) for (name,) in (said.ages, said.first_moment, said.rested))
+        for node, said in nodes
+        if said.rested
+    ]
+    return [(ages, mus, rested) for ages, mus, rested in found if rested]
+
+
+def places_of(core: Core, unit: Unit) -> list[int | None]:
+    """Return for each leaf of a unit's state the number of the parameter that it belongs to and has the shape of.
+
+    To find it, init makes a state of stand-ins, no two of which have the same shape.
+    """
+    if not unit.places:
+        params = unit.members
+        # (..., 1, n, 1000 + i) for parameter i, of as many dimensions as it has, but of one at least, for some links
+        # treat matrices otherwise, and of its n rows, which labels may divide; on "meta", where they take no memory.
+        last = [(*p.shape[-2:-1], 1000 + i)[-(p.ndim or 1) :] for i, p in enumerate(params)]
+        shapes = [(1,) * max(0, p.ndim - 2) + some for p, some in zip(params, last, strict=True)]
+        members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
+        stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
+        number = {shape: i for i, shape in enumerate(shapes)}
+        with alone(core.binding.axes):
+            state = tree.by_path(unit.transform.init(stand_ins))
+        real = [x.shape for x in pieces(params)]
+        for path, x in tree.by_path(unit.state).items():
+            i = number.get(tuple(state[path].shape)) if path in state else None
+            unit.places.append(i if i is not None and x.shape == real[i] else None)
+    return unit.places

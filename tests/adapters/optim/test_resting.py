@@ -1,0 +1,224 @@
+"""A tensor that rests keeps its moments and their age; behind an average its age begins with its first gradient."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+
+import fn
+import fn.adapters.checkpoint
+from fn import Phase
+
+EVERY_OTHER = [1.0, None] * 6
+NOT_AT_FIRST = [None, None, *[1.0, -0.5, 2.0] * 3]
+LONG = [1.0] * 5 + [None] * 60 + [1.0, 0.5] * 4
+PLANS = {"every other step": EVERY_OTHER, "none at first": NOT_AT_FIRST, "a long rest": LONG}
+
+each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+
+
+
+def adam(lr: Any, weight_decay: float = 0.0) -> fn.Transform:
+    return fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr))
+
+
+ALONE: dict[str, Callable[..., Any]] = {
+    "adamw": fn.adamw,
+    "adamw, an axis of one rank": partial(fn.adamw, axis="alone"),
+    "onebit_adam": partial(fn.onebit_adam, axis="alone"),
+    "powersgd_adamw": partial(fn.powersgd_adamw, axis="alone"),
+    "diloco": partial(fn.diloco, axis="alone"),
+    "a chain": adam,
+    "a partition": lambda **hyper: fn.partition({"a": adam(**hyper), "b": adam(**hyper)}, ["a", "b", "a"]),
+    "a mask": lambda lr, weight_decay=0.0: fn.chain(
+        fn.mask(fn.scale_by_adam(), [True, True, True]), fn.add_decayed_weights(weight_decay),
+        fn.scale_by_learning_rate(lr),
+    ),
+    "owned": lambda **hyper: fn.owned(adam(**hyper), "alone"),
+    "muon, the other tensors": partial(
+        fn.muon, axis="alone", other_rate=1.0, labels=["hidden", "other", "other"]
+    ),
+}  # fmt: skip
+
+
+def steps_of(
+    opt: torch.optim.Optimizer, params: Sequence[torch.Tensor], plan: Sequence[float | None], *, frozen: bool = False
+) -> list[torch.Tensor]:
+    """Return the second and the third parameter after each step; their gradients are the plan's, or there is none.
+
+    Args: frozen: show that there is none by `requires_grad`, as fn alone takes it, next to a gradient of before.
+    """
+    after = []
+    for t, g in enumerate(plan):
+        params[0].grad = torch.full_like(params[0], 1.0 - 0.1 * t)
+        for x in params[1:]:
+            x.requires_grad_(not (frozen and g is None))
+            x.grad = x.grad if frozen and g is None and t else None if g is None else torch.full_like(x, g)
+        opt.step()
+        after += [x.detach().clone() for x in params[1:]]
+    return after
+
+
+def three(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.linspace(-1, 1, n, dtype=dtype).reshape(shape))
+            for n, shape in ((6, (2, 3)), (5, (5,)), (1, ()))]  # fmt: skip
+
+
+@each_plan
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
+@pytest.mark.parametrize("name", ALONE)
+def test_on_one_rank_a_tensor_without_a_gradient_takes_the_steps_of_torch(name, dtype, plan):
+    ours, theirs = three(dtype), three(dtype)
+    opt = fn.Optimizer(ours, ALONE[name], lr=1e-2, weight_decay=0.1)
+    found = steps_of(opt, ours, plan)
+    betas = (0.9, 0.95 if "muon" in name else 0.999)
+    right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, betas=betas, weight_decay=0.1), theirs, plan)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
+def test_one_that_is_switched_off_takes_the_steps_of_torch_when_it_is_on_again(dtype):
+    ours, theirs = three(dtype), three(dtype)
+    found = steps_of(fn.Optimizer(ours, fn.adamw, lr=1e-2, weight_decay=0.1), ours, LONG, frozen=True)
+    right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, LONG)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+# among ranks
+
+AMONG: dict[str, Callable[..., fn.Transform]] = {
+    "adamw": fn.adamw,
+    "onebit_adam": fn.onebit_adam,
+    "zero_one_adam": fn.zero_one_adam,
+    "powersgd_adamw": fn.powersgd_adamw,
+    "muon, the other tensors": partial(fn.muon, labels=["other", "other"]),
+    "muon, replicated": partial(fn.muon, owned=False, labels=["other", "other"]),
+    "sign_muon, the other tensors": partial(fn.sign_muon, labels=["other", "other"], lr=0.1),
+    "dion, the other tensors": partial(fn.dion, labels=["other", "other"]),
+    "a chain": lambda lr, axis: fn.chain(
+        fn.average(axis), fn.scale_by_adam(await_gradient=True), fn.scale_by_learning_rate(lr)
+    ),
+}
+LATE = 3
+"""The step in which the second tensor has its first gradient."""
+
+
+def warmup_steps(tx: fn.Transform, g: torch.Tensor) -> list[torch.Tensor]:
+    """Return the second tensor's updates; on this rank its gradients are zero, and g from step `LATE` on."""
+    params, updates = [torch.zeros(3), torch.zeros(4)], []
+    state = tx.init(params)
+    for t in range(LATE + 4):
+        grads = [1 + 0 * g[:3], g if t >= LATE else 0 * g]
+        update, state = tx.update(Phase.WARMUP)(grads, state, params)
+        update = fn.tree.map(lambda p, q: q - p, params, fn.apply_updates(params, update))
+        updates.append(update[1])
+    return updates
+
+
+@pytest.mark.parametrize("name", AMONG)
+def test_the_age_of_a_tensor_begins_with_its_first_mean_gradient(name):
+    tx = AMONG[name](lr=0.01, axis="data", **({} if name == "a chain" else {"weight_decay": 0.0}))
+    g = torch.tensor([[1.0, 2.0, -1.0, 3.0], [3.0, -4.0, -1.0, 1.0]])  # of each rank
+    updates = fn.simulate(partial(warmup_steps, tx), "data", 2)(g)
+    rate = -updates[LATE][0].abs().mean()
+    assert float(rate) < -1e-3
+    for t, update in enumerate(updates):
+        right = rate * g.mean(0).sign() if t >= LATE else torch.zeros(4)
+        torch.testing.assert_close(update, right.expand(2, 4), rtol=1e-4, atol=1e-7)
+
+
+def late_gradients(name: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+    """Return how far the second tensor goes in each step of two ranks; its first gradient comes late, on rank 1."""
+    params = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (3, 4)]
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(
+            params, partial(AMONG[name], axis="data"), schedule=fn.freeze_after(LATE + 3), lr=0.01, weight_decay=0.0,
+            refuse_averaged=False,
+        )  # fmt: skip
+    rank, moved = dist.get_rank(), []
+    for t in range(LATE + 6):
+        before = params[1].detach().clone()
+        params[0].grad = torch.full((3,), 1.0 + rank + t, dtype=dtype)
+        params[1].grad = torch.tensor([1.0, 2.0, -1.0, 3.0], dtype=dtype) if t >= LATE and rank else None
+        opt.step()
+        moved.append(float((params[1].detach() - before).abs().max()))
+    ages, rested = fn.roles.find(opt.states, "ages")[0], fn.roles.find(opt.states, "rested")[0]
+    return moved, [*map(float, (*ages, *fn.tree.leaves(rested)))]
+
+
+@pytest.mark.filterwarnings("ignore:params")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
+def test_real_ranks_take_these_steps_and_go_on_into_the_compressed_phase(dtype):
+    here, there = run(2, late_gradients, "onebit_adam", dtype)
+    assert here == there
+    moved, (of_mu, of_nu, *rested) = here
+    assert moved[:LATE] == [0.0] * LATE
+    assert moved[LATE : LATE + 3] == pytest.approx([0.01] * 3, rel=1e-3)
+    assert (of_mu, of_nu, rested) == (LATE + 6, LATE + 3, [0, LATE])
+    assert all(0 < x <= 0.0101 for x in moved[LATE + 3 :])
+
+
+# what was saved
+
+
+def resumed(opt: fn.Optimizer, saved: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    params = [p for group in opt.param_groups for p in group["params"]]
+    opt.load_state_dict(saved)
+    with torch.no_grad():
+        for p in params:
+            p.zero_()
+    return steps_of(opt, params, [0.1, None, -0.1])
+
+
+def test_a_rest_is_saved_and_a_state_from_before_rests_were_counted_loads_as_one_without():
+    params = three(torch.float32)
+    opt = fn.Optimizer(params, fn.adamw, lr=0.01)
+    steps_of(opt, params, [1.0, None, None, 1.0])
+    saved = {path: x.clone() for path, x in opt.state_dict().items()}
+    old = {path: x for path, x in saved.items() if "rested" not in path}
+    assert len(saved) - len(old) == 3
+    without = saved | {path: torch.zeros_like(x) for path, x in saved.items() if path not in old}
+    fresh = [fn.Optimizer(three(torch.float32), fn.adamw, lr=0.01) for _ in range(4)]
+    once, again, before, none = map(resumed, fresh, (saved, saved, old, without))
+    torch.testing.assert_close(once, again, rtol=0, atol=0)
+    torch.testing.assert_close(before, none, rtol=0, atol=0)
+    assert not torch.equal(once[0], before[0])
+
+
+def without_rests(lr: Any) -> fn.Transform:
+    """Return AdamW whose state is that of before rests were counted."""
+    tx = fn.adamw(lr)
+    return tx._replace(init=lambda params: fn.roles.replace(tx.init(params), "rested", lambda counts: ()))
+
+
+def test_a_checkpoint_from_before_rests_were_counted_loads():
+    params, others = three(torch.float32), three(torch.float32)
+    old, new = fn.Optimizer(params, without_rests, lr=0.01), fn.Optimizer(others, fn.adamw, lr=0.01)
+    steps_of(old, params, [1.0, -2.0])
+    with tempfile.TemporaryDirectory() as folder:
+        fn.adapters.checkpoint.save(folder, old)
+        fn.adapters.checkpoint.load(folder, new)
+    found, right = steps_of(new, others, [0.5, 1.0]), steps_of(old, params, [0.5, 1.0])
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+    assert [int(x) for x in fn.tree.leaves(fn.roles.find(new.states, "rested"))] == [0, 0, 0]
+
+
+def test_what_torch_counted_for_each_parameter_is_taken_over():
+    ours, theirs = three(torch.float32), three(torch.float32)
+    adamw = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
+    steps_of(adamw, theirs, [1.0, None, None, 2.0])
+    for x, y in zip(ours, theirs, strict=True):
+        x.data.copy_(y)
+    copied = torch.optim.AdamW(ours, lr=1e-2, weight_decay=0.1)
+    copied.load_state_dict(adamw.state_dict())
+    opt = fn.Optimizer(ours, fn.adamw, lr=1e-2, weight_decay=0.1)
+    fn.adapters.from_adamw(copied, opt)
+    found, right = steps_of(opt, ours, [1.0, None, -1.0]), steps_of(adamw, theirs, [1.0, None, -1.0])
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
