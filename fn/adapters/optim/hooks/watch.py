@@ -140,7 +140,7 @@ class _Watch:
             if missing and core.wires:
                 more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
                 text = f"params: {', '.join(missing[:NAMED])}{more} had no gradient in the first step: it counts as 0"
-                why = "moments decay, and methods that normalise, as Muon, votes and 1-bit codes do, move it at full speed"
+                why = "moments decay, and methods that normalise (Muon, votes, 1-bit codes) move it at full speed"
                 cure = "call requires_grad_(False) on all ranks while they are not used"
                 warnings.warn(f"{text}; {why}; {cure}", stacklevel=5)
             self.is_first = False
