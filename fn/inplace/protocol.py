@@ -67,7 +67,8 @@ def settled(steps: Sequence[Staged]) -> list[Staged]:
     if len({flag.device for flag in on_device.values()}) == 1:
         asked = [step.asked for step in steps if step.asked is not None]
         # F flags of (), and (S,) of each that asks, -> (F + S ...,): one copy to the host, so one wait.
-        found = torch.cat([torch.stack([*on_device.values()]), *(x.flags for x in asked)]).cpu().tolist()
+        of_steps = torch.stack([*on_device.values()])
+        found = (torch.cat([of_steps, *(x.flags for x in asked)]) if asked else of_steps).cpu().tolist()
         numbers = dict(zip(on_device, found, strict=False))
         flags = [numbers.get(id(flag), flag) for flag in flags]
         rest = iter(found[len(on_device) :])

@@ -8,16 +8,18 @@ were (`assumed`), and reads them in one wait before it writes anything. If one i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fn.kernels.tracing import is_concrete
 
 T = TypeVar("T")
+Answer = tuple[int, Tensor, torch.Event]
 
 
 class _Here(threading.local):
@@ -95,3 +97,29 @@ def read(flag: Tensor) -> bool | None:
 def all_of(flags: list[Tensor]) -> bool | Tensor:
     """Return whether all flags of a device are true, 0-d; True of none."""
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else True
+
+
+class Answers:
+    """Flags of a device that stay true once they are: the host hears of each later, and does not wait.
+
+    They belong to tensors, and are forgotten when those are written again; but once, by the step that asked.
+    """
+
+    def __init__(self) -> None:
+        self._of: Any = WeakIdKeyDictionary()  # tensor -> (its last version of which it holds, the flag, its event)
+
+    def ask(self, owner: Tensor, flag: Callable[[], Tensor]) -> None:
+        """Ask whether a flag is true, 0-d on the device of its owner, if nobody traces."""
+        if owner.device.type != "cpu" and is_concrete(owner):
+            event = torch.Event(owner.device)
+            coming = flag().to("cpu", non_blocking=True)  # torch makes it page-locked
+            event.record()
+            self._of[owner] = owner._version + 1, coming, event
+
+    def known(self, owner: Tensor) -> bool:
+        """Return whether a flag is known to be true."""
+        found: Answer | None = self._of.get(owner) if is_concrete(owner) else None
+        if found is None or owner._version > found[0] or not found[2].query() or not found[1]:
+            return False
+        self._of[owner] = owner._version, *found[1:]
+        return True

@@ -22,6 +22,7 @@ from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, lin
 from fn.collectives.agreement import device_of
 from fn.errors import expected
 from fn.kernels import reference, rules
+from fn.kernels.flags import Answers
 from fn.kernels.lists import peaks
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
@@ -273,27 +274,37 @@ def start_rested(mu: Tree, corrected: bool) -> Tree:
     return tree.map(lambda m: m.new_zeros(() if m.numel() else (0,), dtype=torch.int64), mu) if corrected else ()
 
 
+_begun, _never_rested = Answers(), Answers()
+
+
 def started(state: Any) -> Any:
     """Return the state before an update, in which tensors that never had a gradient have sat out all before it.
 
     Such a tensor has a second moment of zero throughout. Only tensors that had none before the latest update are asked.
     """
     leaves, nus = tree.leaves(state.rested), tree.leaves(state.nu)
-    if not leaves:
+    places = [i for i, x in enumerate(leaves) if x.numel()]
+    if not places:
         return state
-    age = state.ages[-1]
-    if age.device.type == "cpu" and is_concrete(age, *leaves, *nus):
+    age, counts = state.ages[-1], [leaves[i] for i in places]
+    if _is_on_host(age, *counts, *nus):
         latest = int(age) - 1
-        waits = [x.numel() > 0 and int(x) == latest and not v.any() for x, v in zip(leaves, nus, strict=True)]
-        if latest < 0 or not any(waits):
-            return state
-        new = [torch.full_like(x, latest + 1) if wait else x for x, wait in zip(leaves, waits, strict=True)]
-    else:  # nobody waits for a device
-        all_zero = torch.stack([peak.double() == 0 for peak in peaks(nus)])  # (S,)
-        old = torch.stack([x if x.numel() else torch.zeros_like(age) for x in leaves])  # (S,)
-        chosen = torch.where(all_zero & (old == age - 1), age, old).unbind()
-        new = [y if x.numel() else x for x, y in zip(leaves, chosen, strict=True)]
-    return state._replace(rested=tree.unflatten(tree.flatten(state.rested)[1], new))
+        waits = [i for i in places if int(leaves[i]) == latest and not nus[i].any()] if latest >= 0 else []
+        new = {i: torch.full_like(age, latest + 1) for i in waits}
+    elif _begun.known(counts[0]):
+        return state
+    else:  # nobody waits for a device: it chooses, and tells later whether it has to go on choosing
+        sizes = peaks([nus[i] for i in places])
+        wide = torch.float64 if len({x.dtype for x in sizes}) > 1 else sizes[0].dtype
+        without = torch.stack([x.to(wide) for x in sizes]) == 0  # (S,)
+        before = torch.stack(counts)  # (S,)
+        chosen = torch.where(without & (before == age - 1), age, before)
+        _begun.ask(counts[0], lambda: ~without.any())
+        new = dict(zip(places, chosen.unbind(), strict=True))
+    if not new:
+        return state
+    rested = [new.get(i, x) for i, x in enumerate(leaves)]
+    return state._replace(rested=tree.unflatten(tree.flatten(state.rested)[1], rested))
 
 
 def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Tensor | None, Tensor | None]:
@@ -301,15 +312,26 @@ def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Tensor | None, Te
     if not ages:
         return None, None
     leaves = tree.leaves(rested)
-    if not leaves:
+    counts = [x for x in leaves if x.numel()]
+    if not counts:
         return ages[0], ages[1]
-    if leaves[0].device.type == "cpu" and is_concrete(*leaves):
-        counts = {int(x) for x in leaves if x.numel()}
-        if len(counts) < 2:
-            (count,) = counts or (0,)
+    if _is_on_host(*counts):
+        found = {int(x) for x in counts}
+        if len(found) == 1:
+            (count,) = found
             return ages[0] - count, ages[1] - count
-    sat_out = torch.stack([x if x.numel() else torch.zeros_like(ages[0]) for x in leaves])  # (S,)
-    return ages[0] - sat_out, ages[1] - sat_out
+    elif _never_rested.known(counts[0]):
+        return ages[0], ages[1]
+    full = torch.stack(counts)  # (S,), of those with elements
+    _never_rested.ask(counts[0], lambda: ~full.any())
+    if len(counts) < len(leaves):
+        each = iter(full.unbind())
+        full = torch.stack([next(each) if x.numel() else torch.zeros_like(ages[0]) for x in leaves])
+    return ages[0] - full, ages[1] - full
+
+
+def _is_on_host(*tensors: Tensor) -> bool:
+    return all(x.device.type == "cpu" for x in tensors) and is_concrete(*tensors)
 
 
 FILLED = 1 << 31
