@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.ddp.backward_pass import DdpHook, GradientHooks
+from fn.adapters.ddp.backward_pass import BucketGradients, DdpHook, GradientHooks
 from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
@@ -74,8 +74,14 @@ def keep_local(model: Any) -> Any:
     [[1.0, 2.0]]
     >>> dist.destroy_process_group()
     """
-    checked = _check(model)
-    _hook(checked, _unless_joining(checked, noop_hook))
+    checked, gradients_of = _check(model), BucketGradients()
+
+    def looked_at(state: Any, bucket: Any) -> Any:
+        if bucket.buffer().layout == torch.strided:
+            gradients_of(bucket)  # for what it refuses
+        return noop_hook(state, bucket)
+
+    _hook(checked, _unless_joining(checked, looked_at))
     return model
 
 
