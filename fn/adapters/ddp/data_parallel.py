@@ -61,7 +61,8 @@ def keep_local(model: Any) -> Any:
 
     Args: model: a `DistributedDataParallel` without a communication hook, or what `torch.compile` made of one.
     Returns: the model. `no_sync` goes on working and changes nothing.
-    Raises: TypeError if it is none; RuntimeError if it has a hook already.
+    Raises: TypeError if it is none; RuntimeError if it has a hook already. From then on `backward` raises ValueError for
+        parameters that were given another memory format under DDP, which would mix up their elements.
 
     >>> import torch, fn
     >>> import torch.distributed as dist
@@ -109,9 +110,10 @@ def overlap(
         the model itself communicates in its backward pass, over another backend than gloo; RuntimeError if the model
         has a hook already.
 
-    From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for one: their
-    update is computed already. Do not catch that and go on: this rank's connections are closed then, so the others
-    raise `PeerLost`. What follows from another learning rate or state than that of the backward pass is computed anew.
+    From then on `backward` raises as behind `keep_local`, and `optimizer.step` raises ValueError if gradients were
+    changed after backward, by clipping for one: their update is computed already. Do not catch that and go on: this
+    rank's connections are closed then, so the others raise `PeerLost`. What follows from another learning rate or state
+    than that of the backward pass is computed anew.
 
     >>> import torch, fn
     >>> import torch.distributed as dist
@@ -206,7 +208,8 @@ def optimizer(
         elements: as for `bucketed`. scaler, least_wire_seconds: as for `overlap`.
         **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
             norm is known after the backward pass only.
-    Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already.
+    Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already. `backward` raises
+        as behind `keep_local`.
 
     >>> import torch, fn
     >>> model = torch.nn.Linear(2, 1)                    # a single process: no rank to send to, no DDP around it
@@ -285,7 +288,7 @@ def average_gradients(
     Returns: what runs it; `state_dict` and `load_state_dict` continue it, on another number of ranks, too.
     Raises: TypeError if the model is of another type, or average makes no transform; ValueError if both codec and
         average are given, or none; ValueError, on all ranks, if they disagree. From then on
-        `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
+        `backward` raises as behind `keep_local`, and what fails behind it: `PeerLost` if a rank ends. Errors and steps
         are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
         `zero_grad`, with `no_sync` from its first batch on.
 
