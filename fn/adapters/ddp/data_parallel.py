@@ -61,8 +61,8 @@ def keep_local(model: Any) -> Any:
 
     Args: model: a `DistributedDataParallel` without a communication hook, or what `torch.compile` made of one.
     Returns: the model. `no_sync` goes on working and changes nothing.
-    Raises: TypeError if it is none; RuntimeError if it has a hook already. From then on `backward` raises ValueError for
-        parameters that were given another memory format under DDP, which would mix up their elements.
+    Raises: TypeError if it is none; RuntimeError if it has a hook already. From then on `backward` raises ValueError
+        for parameters that were given another memory format under DDP, which would mix up their elements.
 
     >>> import torch, fn
     >>> import torch.distributed as dist
