@@ -27,7 +27,8 @@ from fn.collectives.axis import Binding
 from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.ledger import ledger
 from fn.collectives.transports.failure_detection import falling_silent, raising_peer_lost
-from fn.errors import PeerLost
+from fn.errors import PeerLost, expected
+from fn.kernels.layout import is_dense
 
 Bucket = Sequence[Tensor]
 """Parameters that travel together."""
@@ -188,17 +189,56 @@ class Sender(Protocol):
         """Hear that the backward pass is over, and that nobody but the user changes gradients any more."""
 
 
+class BucketGradients:
+    """The gradients of a bucket of DDP's as views that have their parameters' shapes, and their elements in place.
+
+    DDP lays a gradient out as its parameter lies where that is dense, in channels_last for one, and reads what a hook
+    returns in that order. `GradBucket.gradients` says row-major, whatever DDP did.
+    """
+
+    def __init__(self) -> None:
+        self._strides: dict[int, tuple[int, ...]] = {}  # of parameters, by identity, with which DDP was seen to copy
+
+    def __call__(self, bucket: Any) -> list[Tensor]:
+        """Return the gradients of a bucket. Raises: ValueError for a parameter that was laid out anew under DDP."""
+        rows = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        return [self._checked(p, _laid_out(p, row_major)) for p, row_major in rows]
+
+    def _checked(self, p: Tensor, g: Tensor) -> Tensor:
+        # DDP has copied p.grad by the strides that p had when DDP was made, and copies back by those of now: elements
+        # would change places. To compare reads the gradient, and waits for a device: once for each layout of p.
+        if p.dim() < 2 or p.grad is None or p.grad is g or self._strides.get(id(p)) == p.stride():
+            return g
+        if not torch.equal(g, p.grad) and not torch.equal(g.nan_to_num(), p.grad.nan_to_num()):
+            wanted = "parameters with the strides with which DistributedDataParallel was made"
+            got = f"a parameter of shape {tuple(p.shape)} that was given the strides {p.stride()} later"
+            cure = "call .to(memory_format=...) before it, or wrap anew: DistributedDataParallel(model.module)"
+            raise ValueError(expected("model", wanted, got, cure))
+        self._strides[id(p)] = p.stride()
+        return g
+
+
+def _laid_out(p: Tensor, row_major: Tensor) -> Tensor:
+    """Return a part of a bucket, given as a row-major view, as DDP has filled it with the gradient of p."""
+    if p.grad is not None and p.grad.data_ptr() == row_major.data_ptr():
+        return p.grad  # `gradient_as_bucket_view`
+    if p.is_contiguous() or not is_dense([(s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n != 1]):
+        return row_major
+    return row_major.as_strided(p.shape, p.stride())
+
+
 class DdpHook:
     """DDP's communication hook: its buckets stay as they are, and backward waits until all has been sent."""
 
     def __init__(self, sender: Sender):
         self._sender = sender
+        self._gradients_of = BucketGradients()
         self._pass: BackwardPass | None = None
         self._open: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
     def __call__(self, bucket: Any) -> Any:
         """Take a bucket of DDP's; return its future."""
-        buffer = bucket.buffer()
+        buffer, grads = bucket.buffer(), self._gradients_of(bucket)
         # With the device, so that DDP's stream waits for what the jobs have queued on theirs.
         done: Any = torch.futures.Future(devices=[d for d in [buffer.device] if d.type != "cpu"])
         if bucket.index() == 0:
@@ -209,7 +249,7 @@ class DdpHook:
                 self._at_end(None, [])
             return done
         self._open.append((done, buffer))
-        self._pass.arrive(bucket.parameters(), bucket.gradients())
+        self._pass.arrive(bucket.parameters(), grads)
         if bucket.is_last():  # the gradients may be changed, and others may communicate, once all have left
             ended, still_open = self._pass, self._open
             self._pass, self._open = None, []  # or the gradients would live until the next pass

@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.ddp.backward_pass import DdpHook, GradientHooks
+from fn.adapters.ddp.backward_pass import BucketGradients, DdpHook, GradientHooks
 from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
@@ -61,7 +61,8 @@ def keep_local(model: Any) -> Any:
 
     Args: model: a `DistributedDataParallel` without a communication hook, or what `torch.compile` made of one.
     Returns: the model. `no_sync` goes on working and changes nothing.
-    Raises: TypeError if it is none; RuntimeError if it has a hook already.
+    Raises: TypeError if it is none; RuntimeError if it has a hook already. From then on `backward` raises ValueError
+        for parameters that were given another memory format under DDP, which would mix up their elements.
 
     >>> import torch, fn
     >>> import torch.distributed as dist
@@ -74,8 +75,14 @@ def keep_local(model: Any) -> Any:
     [[1.0, 2.0]]
     >>> dist.destroy_process_group()
     """
-    checked = _check(model)
-    _hook(checked, _unless_joining(checked, noop_hook))
+    checked, gradients_of = _check(model), BucketGradients()
+
+    def looked_at(state: Any, bucket: Any) -> Any:
+        if bucket.buffer().layout == torch.strided:
+            gradients_of(bucket)  # for what it refuses
+        return noop_hook(state, bucket)
+
+    _hook(checked, _unless_joining(checked, looked_at))
     return model
 
 
@@ -103,9 +110,10 @@ def overlap(
         the model itself communicates in its backward pass, over another backend than gloo; RuntimeError if the model
         has a hook already.
 
-    From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for one: their
-    update is computed already. Do not catch that and go on: this rank's connections are closed then, so the others
-    raise `PeerLost`. What follows from another learning rate or state than that of the backward pass is computed anew.
+    From then on `backward` raises as behind `keep_local`, and `optimizer.step` raises ValueError if gradients were
+    changed after backward, by clipping for one: their update is computed already. Do not catch that and go on: this
+    rank's connections are closed then, so the others raise `PeerLost`. What follows from another learning rate or state
+    than that of the backward pass is computed anew.
 
     >>> import torch, fn
     >>> import torch.distributed as dist
@@ -200,7 +208,8 @@ def optimizer(
         elements: as for `bucketed`. scaler, least_wire_seconds: as for `overlap`.
         **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
             norm is known after the backward pass only.
-    Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already.
+    Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already. `backward` raises
+        as behind `keep_local`.
 
     >>> import torch, fn
     >>> model = torch.nn.Linear(2, 1)                    # a single process: no rank to send to, no DDP around it
@@ -279,7 +288,7 @@ def average_gradients(
     Returns: what runs it; `state_dict` and `load_state_dict` continue it, on another number of ranks, too.
     Raises: TypeError if the model is of another type, or average makes no transform; ValueError if both codec and
         average are given, or none; ValueError, on all ranks, if they disagree. From then on
-        `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
+        `backward` raises as behind `keep_local`, and what fails behind it: `PeerLost` if a rank ends. Errors and steps
         are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
         `zero_grad`, with `no_sync` from its first batch on.
 

@@ -76,7 +76,7 @@ def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, An
         flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
         values = value.split(sizes) if flat else [value] * len(params)
         for part, p, piece in zip(parts, params, values, strict=True):
-            part[name] = piece.view(p.shape) if flat else piece
+            part[name] = piece.reshape(p.shape) if flat else piece
     return list(parts)
 
 
