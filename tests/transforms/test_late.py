@@ -135,6 +135,23 @@ def found_by_ranks(world: int, cache: dict[int, Any] = {}) -> Any:  # noqa: B006
     return cache[world]
 
 
+def behind_a_link(lr: Any, axis: str) -> fn.Transform:
+    """Return AdamW a step late behind a link that changes nothing, so that no kernel takes its local step."""
+    return fn.chain(fn.stateless(lambda u, params: u), fn.late(fn.adamw)(lr, axis=axis))
+
+
+def moved_by(make: Any) -> list[Tensor]:
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = by_optimizer(make, 8)
+        opt.states  # noqa: B018  # lands what is on its way
+    return [p.detach() for p in opt.param_groups[0]["params"]]
+
+
+def test_a_local_step_that_goes_link_by_link_leaves_what_is_on_its_way_as_it_was() -> None:
+    (found, _), (right, _) = ranks.run(2, moved_by, behind_a_link), ranks.run(2, moved_by, fn.late(fn.adamw))
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-7)
+
+
 def on_shards() -> bool:
     rank, tx = dist.get_rank(), fn.late(fn.muon)(0.01, shards="shard", codec=fn.int8())
     whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))

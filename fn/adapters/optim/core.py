@@ -32,7 +32,7 @@ from fn.collectives.transports.failure_detection import falling_silent, raising_
 from fn.compiling import original
 from fn.errors import expected
 from fn.inplace.match import in_place
-from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, written_into
+from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, successor, written_into
 from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, settled
 from fn.kernels import flags
@@ -339,11 +339,16 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         check_shapes(moves, params)
         # The state is written before the params, and would overwrite updates that lie in its memory.
         moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
+        # Gradients that are kept get new memory: that of the last ones may be read by a mean that is on its way.
+        kept = roles.find(state, "taken")
+        renew = successor(kept, tree.map(torch.clone, roles.find(after, "taken")))
+        old = iter(kept)
+        after = roles.replace(after, "taken", lambda _: next(old))
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         write_state = written_into(state, after._replace(skipped=state.skipped))
 
         def commit() -> None:
-            for write in (*late, write_state):
+            for write in (*late, write_state, renew):
                 write()
             move(params, moves)
 
