@@ -28,7 +28,7 @@ from fn.adapters.optim.core import (
 )
 from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.resting import at_rest
-from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
+from fn.adapters.optim.shards import are_divided, check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.arguments import check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
@@ -194,6 +194,10 @@ class Optimizer(Core):
         with self.binding:
             transform = self.make(lr=rate, **{**more, **groups.hyper_parameters(group, self.arguments)})
             check_is_transform("make's result", transform)
+            if are_divided(group["params"]) and facts_of(transform).axes:
+                # Ages that begin with the first gradient would differ between the pieces of a tensor, and so the ranks.
+                init = transform.init
+                transform = transform._replace(init=lambda p: roles.replace(init(p), "rested", lambda counts: ()))
             guarded = isinstance(transform.warmup_update, Guarded)
         return transform if guarded else skip_nonfinite(transform)
 

@@ -101,9 +101,14 @@ def division_of(params: Sequence[Tensor]) -> Division | None:
     return next((Division(Shards(name, shapes, tuple(dims)), group) for (name, _), group in axes.items()), None)
 
 
+def are_divided(params: Sequence[Tensor]) -> bool:
+    """Return whether a rank has only a piece of one of the params."""
+    return any(not q.is_replicate() for p in params if isinstance(p, DTensor) for q in p.placements)
+
+
 def check_divided(transform: Transform, max_norm: float | None, params: Sequence[Tensor]) -> None:
     """Refuse what needs whole tensors where a param group is divided, with a ValueError that names link or max_norm."""
-    if not any(not q.is_replicate() for p in params if isinstance(p, DTensor) for q in p.placements):
+    if not are_divided(params):
         return
     if max_norm is not None:
         cure = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before the step"

@@ -91,6 +91,31 @@ def test_islands_of_fsdp2_train_as_whole_models_do():
     assert sum(found["elements"] for found in answers[:2]) == count
 
 
+def rows_without_a_gradient() -> float:
+    """Average over islands in each step; tokens of the last rows, the piece of one rank, come late."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=MESH)
+    torch.manual_seed(0)
+    model = nn.Embedding(8, 3)
+    params, grads = [model.weight.detach().clone()], []
+    fully_shard(model, mesh=mesh["shard"])
+    with fn.bind(mesh["island"]):
+        opt = fn.Optimizer(model.parameters(), partial(fn.adamw, axis="island"), lr=0.02)
+    tx, updates = fn.adamw(0.02), None
+    state = tx.init(params)
+    for tokens in ([0, 1], [2, 3], [4, 7], [0, 5], [6, 7]):
+        (model(torch.tensor(tokens)).sum() * (1 + dist.get_rank())).backward()
+        grads = [torch.zeros(8, 3).index_add(0, torch.tensor(tokens), torch.full((2, 3), 2.5))]  # the mean of 1 to 4
+        opt.step()
+        opt.zero_grad()
+        updates, state = tx.update(fn.Phase.WARMUP)(grads, state, params)
+        params = fn.apply_updates(params, updates)
+    return float((model.weight.full_tensor() - params[0]).abs().max())
+
+
+def test_pieces_of_a_tensor_are_of_one_age_wherever_its_first_gradient_is() -> None:
+    assert max(run(4, rows_without_a_gradient)) <= 2e-6
+
+
 def refused_then_whole() -> int:
     """Add a group of DTensors that is refused for `max_norm`, and then one of whole tensors; return how many stand."""
     sharded, whole = net(), net()
