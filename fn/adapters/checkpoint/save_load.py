@@ -35,7 +35,7 @@ from fn.adapters.checkpoint import rows
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.compare import EXTRA, HINTS, compare
 from fn.adapters.checkpoint.rows import EACH, everything, params_of, world
-from fn.adapters.optim.core import TORN, Core
+from fn.adapters.optim.core import TORN, Core, follow_members
 from fn.adapters.optim.hooks import agree
 from fn.adapters.optim.state_dict import OF_RANK, check_paths, marks_of, owned_elsewhere, place_of, restore
 from fn.arguments import check_whole
@@ -209,6 +209,7 @@ def _check_arguments(optimizer: object, extra: Tree, *, is_load: bool = False) -
     """Refuse anything but an optimizer of whole parameters between two steps; half a step may be loaded over."""
     if not isinstance(optimizer, Core):
         raise TypeError(expected("optimizer", "an fn.Optimizer, after the folder", type(optimizer).__name__))
+    follow_members(optimizer)
     if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         cure = "save opt.state_dict() with torch.distributed.checkpoint, which loads it on any number of ranks"
         wanted, got = "an optimizer of whole parameters", "one of DTensors, of which a rank has shards"

@@ -21,6 +21,7 @@ from fn.adapters.optim.core import (
     Unit,
     count_of,
     device_of,
+    follow_members,
     land,
     skipped,
     stage_exchange,
@@ -132,6 +133,7 @@ class Optimizer(Core):
         before, frozen, problem, unit = len(self.param_groups), self.untrained, None, None
         try:
             try:
+                follow_members(self)
                 groups.spell_betas(param_group, self.arguments, self.defaults)
                 super().add_param_group(param_group)
                 unit = self.prepared(self.param_groups[-1])
@@ -210,6 +212,7 @@ class Optimizer(Core):
 
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
+        super().follow_groups()
         refuse_thawed(self.untrained)
         with self.binding:  # an overlap comes here from the backward pass
             written.follow_params(self)
