@@ -14,6 +14,10 @@ def expected(argument: str, wanted: str, got: str, cure: str = "") -> str:
     return f"{text}; {cure}" if cure else text
 
 
+SAME_CALL = "make the same calls in the same order on all ranks; what decides on one must be alike on all of them"
+"""The cure for ranks that are in different calls."""
+
+
 class PeerLost(RuntimeError):
     """A rank ended or stopped answering in the middle of an exchange.
 

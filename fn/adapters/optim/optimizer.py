@@ -32,7 +32,7 @@ from fn.adapters.optim.shards import check_divided, check_placed, division_of, p
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.arguments import check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
-from fn.collectives.agreement import describe
+from fn.collectives import agreement
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
 from fn.errors import RefusedByAll, expected
@@ -114,13 +114,13 @@ class Optimizer(Core):
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(self.make, binding, listed, {"lr": lr, **defaults})
-        # Compared before super().__init__ makes states, which communicates: ranks with other groups would wait there.
-        with binding:
-            agree.check_listed(axes, listed, {"max_norm": max_norm, **describe(schedule)})
-        gradients.check_max_norm(max_norm, axes)
-        groups.spell_betas(defaults, self.arguments)
-        rate = {"lr": lr, **defaults}
-        super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
+        with binding, agreement.calling(agreement.CONSTRUCTION, axes, agreement.device_of(listed)):
+            # Before super().__init__ makes states, which communicates: ranks with other groups would wait there.
+            agree.check_listed(axes, listed, {"max_norm": max_norm, **agreement.describe(schedule)})
+            gradients.check_max_norm(max_norm, axes)
+            groups.spell_betas(defaults, self.arguments)
+            rate = {"lr": lr, **defaults}
+            super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
         watch.at_start(self, given=given)
         warm_kernels(self.param_groups, compress=bool(roles.find(self.states, "errors")))
 
@@ -130,6 +130,11 @@ class Optimizer(Core):
         Raises: as the constructor; the optimizer is then as it was.
         """
         self.check_free("add_param_group")
+        with self.binding, agreement.calling("add_param_group", agree.axes_of_calls(self), device_of(self)):
+            self._add(param_group)
+        watch.late_group(self)
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         before, frozen, problem, unit = len(self.param_groups), self.untrained, None, None
         try:
             try:
@@ -139,7 +144,7 @@ class Optimizer(Core):
                 unit = self.prepared(self.param_groups[-1])
             except Exception as error:  # told to the other ranks, which would wait for this one where states are made
                 problem = error
-            with self.binding:
+            with self.binding:  # which has the axis of shards by now
                 agree.check_accepted(self.axes, before, problem, self.param_groups)
             # `check_accepted` has raised where there is a problem.
             assert unit is not None
@@ -149,7 +154,6 @@ class Optimizer(Core):
             del self.param_groups[before:]
             self.untrained = frozen
             raise
-        watch.late_group(self)
 
     def prepared(self, group: dict[str, Any]) -> Unit:
         """Return a param group as a unit without a state; asks no other rank."""
