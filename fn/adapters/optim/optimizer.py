@@ -280,13 +280,18 @@ class Optimizer(Core):
 
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
+        staged = stage_exchange(self, round_)
         if round_.begin is not None and Phase.COMPRESSED in self.doubts:
-            agree.check_islands(self)
             outside = [axis for axis in self.axes if axis not in inside_of(self)]
-            grads = super().gradients(round_)
-            if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
-                self.doubts.discard(Phase.COMPRESSED)
-        stage_exchange(self, round_).commit()
+            # Behind the header of the exchange. One with a delay sends it on a group of its own, and it comes later.
+            delayed = round_.begin != round_.end
+            with agreement.calling(agreement.EXCHANGE, outside if delayed else (), device_of(self)):
+                agree.check_islands(self)
+                if gradients.look_at_shared(
+                    super().gradients(round_), outside, LOCAL_STEP_TAKEN, is_late=self.is_late
+                ):
+                    self.doubts.discard(Phase.COMPRESSED)
+        staged.commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
         """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
