@@ -46,8 +46,8 @@ SHORT = 56
 EXCHANGE, CONSTRUCTION, FIRST_STEP = "the exchange of a round", "the construction of an optimizer", "the first step"
 
 CALLS = (
-    EXCHANGE, CONSTRUCTION, "add_param_group", FIRST_STEP, "checkpoint.save", "checkpoint.save_async",
-    "checkpoint.load", "checkpoint.gather", "check_drift",
+    EXCHANGE, CONSTRUCTION, "add_param_group", FIRST_STEP, "checkpoint.save", "checkpoint.load",
+    "checkpoint.gather", "check_drift",
 )  # fmt: skip
 """What ranks may be in when they meet. In a header a call is its number here."""
 
@@ -128,9 +128,14 @@ def header(call: str, axes: Sequence[str], device: torch.device | str, number: i
     first = MARK | number << 8 | CALLS.index(call)
     # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
     mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (first, word)])  # (2,)
+    return _gathered(mine, axes) if axes else mine[None]
+
+
+def _gathered(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """Return the numbers (..., 2) of all ranks, (W, ..., 2), sent as bytes as texts are."""
     with watched_by(Watchers()):  # which no ledger counts
-        # (2,) -> (W, 2), W over all axes.
-        return all_gather(mine, tuple(axes)) if axes else mine[None]  # type: ignore[no-any-return]
+        rows: Tensor = all_gather(x.view(torch.uint8), tuple(axes)).view(torch.int64)
+    return rows
 
 
 def check_calls(rows: list[list[int]], axes: Sequence[str], left: str = "nothing has moved") -> None:
@@ -172,7 +177,7 @@ def calling(call: str, axes: Sequence[str], device: torch.device | str = "cpu", 
     except PeerLost as error:
         for axis in axes:
             abort_connections(resolve(axis).transport)
-        error.args = (f"{error}; this rank was in {call}",)
+        error.args = (f"{error}; noticed in {call}",)
         raise
     finally:
         _here.call = None
@@ -184,9 +189,8 @@ def _met(call: str, axes: Sequence[str], device: torch.device | str, word: int) 
         # An exchange goes no further, so nobody else would answer there.
         if any(first & 0xFF == CALLS.index(EXCHANGE) for first, _ in rows):
             check_calls(rows, axes[i:])
-        with watched_by(Watchers()):
-            # (W, 2) -> (V, W, 2) -> (V W, 2)
-            rows = all_gather(torch.tensor(rows, dtype=torch.int64, device=device), axes[i - 1]).flatten(0, 1).tolist()
+        # (W, 2) -> (V, W, 2) -> (V W, 2)
+        rows = _gathered(torch.tensor(rows, dtype=torch.int64, device=device), axes[i - 1 : i]).flatten(0, 1).tolist()
     if axes:
         check_calls(rows, axes)
     return [word for _, word in rows]

@@ -109,9 +109,7 @@ def save_async(
         warnings.warn(f"{text}; a process does not end while a save waits: new_group(..., timeout=...)", stacklevel=2)
     wires = {} if group is None else {"checkpoint": remember(group)}
     folder = Path(folder).absolute()  # the process may be in another folder when it is written
-    with _calling("checkpoint.save_async", optimizer):
-        snapshot = rows.to_save(optimizer, extra)
-    future = _writer.submit(_write, folder, snapshot, keep, group, wires)
+    future = _writer.submit(_write, folder, rows.to_save(optimizer, extra), keep, group, wires)
     _pending.add(future)
     future.add_done_callback(_pending.discard)
     return future
