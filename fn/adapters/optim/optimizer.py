@@ -280,18 +280,15 @@ class Optimizer(Core):
 
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
-        staged = stage_exchange(self, round_)
         if round_.begin is not None and Phase.COMPRESSED in self.doubts:
             outside = [axis for axis in self.axes if axis not in inside_of(self)]
-            # Behind the header of the exchange. One with a delay sends it on a group of its own, and it comes later.
-            delayed = round_.begin != round_.end
-            with agreement.calling(agreement.EXCHANGE, outside if delayed else (), device_of(self)):
+            # This looks ahead of the exchange, whose header comes later, or on a group of its own.
+            with agreement.calling(agreement.EXCHANGE, outside, device_of(self)):
                 agree.check_islands(self)
-                if gradients.look_at_shared(
-                    super().gradients(round_), outside, LOCAL_STEP_TAKEN, is_late=self.is_late
-                ):
+                grads = super().gradients(round_)
+                if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
                     self.doubts.discard(Phase.COMPRESSED)
-        staged.commit()
+        stage_exchange(self, round_).commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:
         """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
