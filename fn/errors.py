@@ -34,9 +34,10 @@ class PeerLost(RuntimeError):
 
 
 class RanksDisagree(ValueError):
-    """Ranks have different settings, parameters or schedules. Raised on all of them.
+    """Ranks have different settings, parameters or schedules, or are in different calls. Raised on all of them.
 
-    rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs.
+    rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs; "call" where the ranks
+    are in different calls.
     """
 
     def __init__(self, message: str, *, rank: int = -1, field: str = ""):

@@ -167,6 +167,38 @@ def test_all_ranks_of_a_grid_hear_of_it():
         assert "is in add_param_group, and rank 0 in the first step;" in text
 
 
+def among_islands(axes: tuple[str, str]) -> tuple[str, str, int]:
+    """One of four ranks is in another call than the exchange that its island begins."""
+    warnings.simplefilter("ignore")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    for axis in axes:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), mesh.get_group(axis))
+    inner = lambda lr: fn.chain(fn.unfrozen(fn.average("local")), fn.scale_by_learning_rate(lr))  # noqa: E731
+    outer, sync = fn.scale_by_learning_rate(0.7), fn.compressed_average("site", fn.identity(), fn.off())
+    with fn.bind(mesh):
+        params = [torch.nn.Parameter(torch.ones(5))]
+        opt = fn.Optimizer(params, lambda lr: fn.outer(inner(lr), outer, sync), schedule=fn.every(2), lr=0.1)
+    for _ in range(3):
+        set_gradients(opt)
+        opt.step()
+    add = {"params": [torch.nn.Parameter(torch.ones(4))]}
+    return *tried(partial(opt.add_param_group, add) if dist.get_rank() == 2 else opt.step), opt.steps
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize(("axes", "partner"), [(("local", "site"), 3), (("site", "local"), 0)])
+def test_a_call_against_an_exchange_of_islands_is_named_where_the_two_meet(axes, partner):
+    """An exchange sends nothing within its island, so only the rank there that it exchanges with can hear of it."""
+    found = ranks.run(4, among_islands, axes)
+    for rank in (2, partner):
+        kind, text, steps = found[rank]
+        assert (kind, steps) == ("RanksDisagree", 3 if rank == 2 else 4)
+        assert "of 'site' is in" in text
+        assert "add_param_group" in text
+        assert "the exchange of a round" in text
+        assert text.endswith("nothing has moved" if rank == 2 else "the local step, which counts")
+
+
 def against_steps(calls: list[str], tcp: bool) -> dict[tuple[str, str], tuple[str, str, int]]:
     """Let calls on rank 0 meet later steps on rank 1, each pair over a group of its own."""
     warnings.simplefilter("ignore")

@@ -51,6 +51,9 @@ CALLS = (
 )  # fmt: skip
 """What ranks may be in when they meet. In a header a call is its number here."""
 
+UNMOVED = "nothing has moved"
+"""How parameters and state are where ranks do not agree."""
+
 MARK = 0x666E << 40
 """The beginning of a header. Of a rank that is in a step, which sends none, numbers may arrive in its place."""
 
@@ -138,7 +141,7 @@ def _gathered(x: Tensor, axes: Sequence[str]) -> Tensor:
     return rows
 
 
-def check_calls(rows: list[list[int]], axes: Sequence[str], left: str = "nothing has moved") -> None:
+def check_calls(rows: list[list[int]], axes: Sequence[str], left: str = UNMOVED) -> None:
     """Refuse to go on where the ranks of some axes are in different calls.
 
     Args: rows: of each rank's `header`. left: how parameters and state are.
@@ -158,13 +161,15 @@ def check_calls(rows: list[list[int]], axes: Sequence[str], left: str = "nothing
 
 
 @contextmanager
-def calling(call: str, axes: Sequence[str], device: torch.device | str = "cpu", word: int = 0) -> Iterator[list[int]]:
+def calling(
+    call: str, axes: Sequence[str], device: torch.device | str, word: int = 0, left: str = UNMOVED
+) -> Iterator[list[int]]:
     """Tell the other ranks of some axes, which must be bound, what this rank is in, and go on if they are, too.
 
     Inside of another call nothing is sent: the ranks are together already.
 
     Args: call: one of `CALLS`. axes: from the last on their ranks hear of it: in front are those within islands, over
-        which an exchange sends no header. word: a number for all ranks.
+        which an exchange sends no header. word: a number for all ranks. left: as for `check_calls`.
     Yields: the words of all ranks.
     Raises: as `check_calls`; a `PeerLost` from inside names the call.
     """
@@ -173,7 +178,7 @@ def calling(call: str, axes: Sequence[str], device: torch.device | str = "cpu", 
         return
     _here.call, axes = call, [axis for axis in axes if axis_size(axis) > 1]
     try:
-        yield _met(call, axes, device, word)
+        yield _met(call, axes, device, word, left)
     except PeerLost as error:
         for axis in axes:
             abort_connections(resolve(axis).transport)
@@ -183,16 +188,16 @@ def calling(call: str, axes: Sequence[str], device: torch.device | str = "cpu", 
         _here.call = None
 
 
-def _met(call: str, axes: Sequence[str], device: torch.device | str, word: int) -> list[int]:
+def _met(call: str, axes: Sequence[str], device: torch.device | str, word: int, left: str) -> list[int]:
     rows: list[list[int]] = header(call, axes[-1:], device, 0, word).tolist()
     for i in range(len(axes) - 1, 0, -1):
         # An exchange goes no further, so nobody else would answer there.
         if any(first & 0xFF == CALLS.index(EXCHANGE) for first, _ in rows):
-            check_calls(rows, axes[i:])
+            check_calls(rows, axes[i:], left)
         # (W, 2) -> (V, W, 2) -> (V W, 2)
         rows = _gathered(torch.tensor(rows, dtype=torch.int64, device=device), axes[i - 1 : i]).flatten(0, 1).tolist()
     if axes:
-        check_calls(rows, axes)
+        check_calls(rows, axes, left)
     return [word for _, word in rows]
 
 
@@ -258,7 +263,7 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
         mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
         mine["the list of kernels (`python -m fn`)"] = _kernels_here(device)
         for difference in differences(mine, partial(gather_values, axis=axis, device=device))[:1]:
-            raise difference.error(f"{difference}; make it the same on all ranks; nothing has moved")
+            raise difference.error(f"{difference}; make it the same on all ranks; {UNMOVED}")
 
 
 def check_numbers(axis: str, numbers: Mapping[str, str], device: torch.device, cure: str) -> None:

@@ -283,7 +283,7 @@ class Optimizer(Core):
         if round_.begin is not None and Phase.COMPRESSED in self.doubts:
             outside = [axis for axis in self.axes if axis not in inside_of(self)]
             # This looks ahead of the exchange, whose header comes later, or on a group of its own.
-            with agreement.calling(agreement.EXCHANGE, outside, device_of(self)):
+            with agreement.calling(agreement.EXCHANGE, outside, device_of(self), left=LOCAL_STEP_TAKEN):
                 agree.check_islands(self)
                 grads = super().gradients(round_)
                 if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
