@@ -172,6 +172,20 @@ def test_what_leaves_the_parameters_as_they_are_is_stepped_as_in_torch(change, c
             assert not torch.equal(p, torch.ones_like(p))
 
 
+@pytest.mark.parametrize("make", [OnebitAdam, OnebitLamb])
+def test_copies_in_float32_take_the_place_of_half_precision_before_the_first_step_as_in_deepspeed(make):
+    half = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (3, 2)]
+    opt = make([{"params": [p]} for p in half], lr=0.1)
+    masters = [parameter(n) for n in (3, 2)]
+    for group, p in zip(opt.param_groups, masters, strict=True):
+        group["params"] = [p]
+    opt.step()
+    assert all(bool((p < 1).all()) for p in masters)
+    members(opt)[0] = parameter(3)
+    with pytest.raises(ValueError, match="parameter 0 of param group 0 replaced or moved by hand"):
+        opt.step()
+
+
 def test_a_copy_has_parameters_of_its_own():
     opt = fn.Optimizer(groups(), fn.adamw, lr=0.1)
     other = copy.deepcopy(opt)
