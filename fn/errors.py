@@ -14,6 +14,10 @@ def expected(argument: str, wanted: str, got: str, cure: str = "") -> str:
     return f"{text}; {cure}" if cure else text
 
 
+SAME_CALL = "make the same calls in the same order on all ranks; what decides on one must be alike on all of them"
+"""The cure for ranks that are in different calls."""
+
+
 class PeerLost(RuntimeError):
     """A rank ended or stopped answering in the middle of an exchange.
 
@@ -30,9 +34,10 @@ class PeerLost(RuntimeError):
 
 
 class RanksDisagree(ValueError):
-    """Ranks have different settings, parameters or schedules. Raised on all of them.
+    """Ranks have different settings, parameters or schedules, or are in different calls. Raised on all of them.
 
-    rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs.
+    rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs; "call" where the ranks
+    are in different calls.
     """
 
     def __init__(self, message: str, *, rank: int = -1, field: str = ""):

@@ -12,8 +12,10 @@ import inspect
 import itertools
 import json
 import os
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,8 +28,10 @@ from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import all_gather, psum
+from fn.collectives.profiling import Watchers, watched_by
+from fn.collectives.transports.failure_detection import abort_connections
 from fn.compiling import original
-from fn.errors import RanksDisagree
+from fn.errors import SAME_CALL, PeerLost, RanksDisagree
 from fn.kernels.table import rows
 from fn.kernels.tracing import is_concrete
 from fn.version import __version__
@@ -38,6 +42,29 @@ _PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device,
 
 SHORT = 56
 """Bytes of a text that travel with its length: a digest fits in."""
+
+EXCHANGE, CONSTRUCTION, FIRST_STEP = "the exchange of a round", "the construction of an optimizer", "the first step"
+
+CALLS = (
+    EXCHANGE, CONSTRUCTION, "add_param_group", FIRST_STEP, "checkpoint.save", "checkpoint.load",
+    "checkpoint.gather", "check_drift",
+)  # fmt: skip
+"""What ranks may be in when they meet. In a header a call is its number here."""
+
+UNMOVED = "nothing has moved"
+"""How parameters and state are where ranks do not agree."""
+
+MARK = 0x666E << 40
+"""The beginning of a header. Of a rank that is in a step, which sends none, numbers may arrive in its place."""
+
+
+class _Here(threading.local):
+    """The call that this thread is in, and that the other ranks have heard of; None in no such call."""
+
+    call: str | None = None
+
+
+_here = _Here()
 
 
 class Difference(NamedTuple):
@@ -78,8 +105,7 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
         gather: a value -> the values of all ranks, such as `gather_values` of an axis, or `all_gather_object`.
     """
     # Sorted: another order of the same names is no difference.
-    digest = hashlib.blake2b(repr(sorted(named.items())).encode(), digest_size=24).hexdigest()
-    if len(set(gather(digest))) == 1:
+    if len(set(gather(digest(sorted(named.items()), 24).hex()))) == 1:
         return []
     of_ranks: list[Mapping[str, Any]] = gather(named)
     names = dict.fromkeys(name for values in of_ranks for name in values)
@@ -87,6 +113,92 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
     differing = [row for row in rows if any(value != row.values[0] for value in row.values)]
     # A stable sort: within a rank the names keep their order.
     return sorted(differing, key=lambda row: row.rank)
+
+
+def digest(values: Any, size: int) -> bytes:
+    """Return a digest of values' text, in so many bytes."""
+    return hashlib.blake2b(repr(values).encode(), digest_size=size).digest()
+
+
+def header(call: str, axes: Sequence[str], device: torch.device | str, number: int, word: int) -> Tensor:
+    """Send a call and two numbers, 16 bytes, to all ranks of some axes; return what they sent, (W, 2).
+
+    Calls that compare begin with it, and so do exchanges. Without it one would read the other's message as its own; of
+    messages of two lengths gloo would end the process.
+
+    Args: call: one of `CALLS`. number: less than 2^32. word: an int64.
+    """
+    first = MARK | number << 8 | CALLS.index(call)
+    # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
+    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (first, word)])  # (2,)
+    return _gathered(mine, axes) if axes else mine[None]
+
+
+def _gathered(x: Tensor, axes: Sequence[str]) -> Tensor:
+    """Return the numbers (..., 2) of all ranks, (W, ..., 2), sent as bytes as texts are."""
+    with watched_by(Watchers()):  # which no ledger counts
+        rows: Tensor = all_gather(x.view(torch.uint8), tuple(axes)).view(torch.int64)
+    return rows
+
+
+def check_calls(rows: list[list[int]], axes: Sequence[str], left: str = UNMOVED) -> None:
+    """Refuse to go on where the ranks of some axes are in different calls.
+
+    Args: rows: of each rank's `header`. left: how parameters and state are.
+    Raises: `RanksDisagree`, on every rank, that names two of them and their calls; `PeerLost` where a rank sent no
+        header: it is in a step, which begins with its own messages.
+    """
+    where = " x ".join(map(repr, axes))
+    known = {MARK >> 8 | number: call for number, call in enumerate(CALLS)}
+    calls = [known.get(first >> 40 << 32 | first & 0xFF) for first, _ in rows]
+    for rank, call in enumerate(calls):
+        if call is None:
+            text = f"rank {rank} of {where} sent no header, but numbers of something else, of a step perhaps"
+            raise PeerLost(f"{text}; {SAME_CALL}; {left}", axis=axes[0])
+        if call != calls[0]:
+            text = f"rank {rank} of {where} is in {call}, and rank 0 in {calls[0]}"
+            raise RanksDisagree(f"ranks disagree: {text}; {SAME_CALL}; {left}", rank=rank, field="call")
+
+
+@contextmanager
+def calling(
+    call: str, axes: Sequence[str], device: torch.device | str, word: int = 0, left: str = UNMOVED
+) -> Iterator[list[int]]:
+    """Tell the other ranks of some axes, which must be bound, what this rank is in, and go on if they are, too.
+
+    Inside of another call nothing is sent: the ranks are together already.
+
+    Args: call: one of `CALLS`. axes: from the last on their ranks hear of it: in front are those within islands, over
+        which an exchange sends no header. word: a number for all ranks. left: as for `check_calls`.
+    Yields: the words of all ranks.
+    Raises: as `check_calls`; a `PeerLost` from inside names the call.
+    """
+    if _here.call is not None:
+        yield [word]
+        return
+    _here.call, axes = call, [axis for axis in axes if axis_size(axis) > 1]
+    try:
+        yield _met(call, axes, device, word, left)
+    except PeerLost as error:
+        for axis in axes:
+            abort_connections(resolve(axis).transport)
+        error.args = (f"{error}; noticed in {call}",)
+        raise
+    finally:
+        _here.call = None
+
+
+def _met(call: str, axes: Sequence[str], device: torch.device | str, word: int, left: str) -> list[int]:
+    rows: list[list[int]] = header(call, axes[-1:], device, 0, word).tolist()
+    for i in range(len(axes) - 1, 0, -1):
+        # An exchange goes no further, so nobody else would answer there.
+        if any(first & 0xFF == CALLS.index(EXCHANGE) for first, _ in rows):
+            check_calls(rows, axes[i:], left)
+        # (W, 2) -> (V, W, 2) -> (V W, 2)
+        rows = _gathered(torch.tensor(rows, dtype=torch.int64, device=device), axes[i - 1 : i]).flatten(0, 1).tolist()
+    if axes:
+        check_calls(rows, axes, left)
+    return [word for _, word in rows]
 
 
 def true_on_all(flag: Tensor, axes: Sequence[str], device: torch.device) -> Tensor:
@@ -144,13 +256,14 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
     """
     if axis_size(axis) == 1 or any(resolve(name).transport == SIMULATED for name in names(axis)):
         return
-    if not isinstance(axis, str):
-        # First: over axes that are no grid the texts of some ranks would be gathered twice, and of others never.
-        _check_grid(names(axis), device)
-    mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
-    mine["the list of kernels (`python -m fn`)"] = _kernels_here(device)
-    for difference in differences(mine, partial(gather_values, axis=axis, device=device))[:1]:
-        raise difference.error(f"{difference}; make it the same on all ranks; nothing has moved")
+    with calling(CONSTRUCTION, names(axis), device):
+        if not isinstance(axis, str):
+            # First: over axes that are no grid the texts of some ranks would be gathered twice, and of others never.
+            _check_grid(names(axis), device)
+        mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
+        mine["the list of kernels (`python -m fn`)"] = _kernels_here(device)
+        for difference in differences(mine, partial(gather_values, axis=axis, device=device))[:1]:
+            raise difference.error(f"{difference}; make it the same on all ranks; {UNMOVED}")
 
 
 def check_numbers(axis: str, numbers: Mapping[str, str], device: torch.device, cure: str) -> None:

@@ -3,8 +3,8 @@
 Counted is what a rank must send to the others in the algorithm that moves least: (W - 1) / W of an all-to-all's
 buffer, W - 1 times an all-gather's shard, 2 (W - 1) / W of an all-reduce's buffer. Of a permutation it is what goes to
 another rank; simulated ranks and compiled graphs count it for a rank that keeps its value, too. Headers of the
-transport are not counted, nor are the two numbers by which an exchange of a round says which one it is. Of fractions of
-a byte, which an all-reduce of few elements can give, the ceiling is taken.
+transport are not counted, nor are the two numbers by which an exchange of a round, or a call that compares, says which
+one it is. Of fractions of a byte, which an all-reduce of few elements can give, the ceiling is taken.
 """
 
 from __future__ import annotations

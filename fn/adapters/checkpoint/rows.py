@@ -26,6 +26,7 @@ from fn.adapters.checkpoint.compare import EXTRA
 from fn.adapters.optim.core import Core, device_of
 from fn.adapters.optim.state_dict import flat_state, marks_of, place_of
 from fn.base import facts_of
+from fn.collectives.transports.tcp import tell_all
 from fn.errors import expected
 from fn.roles import OF_EACH_RANK, OWN, OWNED
 from fn.transforms.resharding import Move, Rows, mean_of_rows, reshapes, rounds_off
@@ -115,9 +116,9 @@ def _of_one_shape(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Over two axes errors of `fn.owned` lie on those ranks only that send a tensor. In the place of none there is NaN.
     """
-    shapes: list[Any] = [{key: x.shape for key, x in own.items()}] * world()[1]
+    shapes: list[Any] = [{key: x.shape for key, x in own.items()}]
     if world()[1] > 1:
-        dist.all_gather_object(shapes, shapes[0])
+        shapes = tell_all(shapes[0], None, "checkpoint.save")
     largest = {key: max((of_rank[key] for of_rank in shapes), key=torch.Size.numel) for key in own}
     blank = {key: math.nan if x.dtype.is_floating_point else 0 for key, x in own.items()}
     return {key: x if x.numel() else x.new_full(largest[key], blank[key]) for key, x in own.items()}

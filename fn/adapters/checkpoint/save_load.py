@@ -35,7 +35,7 @@ from fn.adapters.checkpoint import rows
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.compare import EXTRA, HINTS, compare
 from fn.adapters.checkpoint.rows import EACH, everything, params_of, world
-from fn.adapters.optim.core import TORN, Core
+from fn.adapters.optim.core import TORN, Core, device_of, follow_members
 from fn.adapters.optim.hooks import agree
 from fn.adapters.optim.state_dict import (
     OF_RANK,
@@ -47,8 +47,9 @@ from fn.adapters.optim.state_dict import (
     restore,
 )
 from fn.arguments import check_whole
+from fn.collectives.agreement import calling
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
-from fn.collectives.transports.tcp import timeout_of
+from fn.collectives.transports.tcp import tell_all, timeout_of
 from fn.errors import expected
 from fn.roles import OWNED
 
@@ -90,8 +91,9 @@ def save(folder: str | Path, optimizer: Core, extra: Tree = None, *, keep: int =
         ends; OSError, on all ranks, if one of them cannot write, or if they do not see one folder.
     """
     _check_save(optimizer, extra, keep)
-    wait(list(_pending))  # what `save_async` still writes comes first
-    return _write(Path(folder), rows.to_save(optimizer, extra), keep, group, optimizer.wires)
+    with _calling("checkpoint.save", optimizer):
+        wait(list(_pending))  # what `save_async` still writes comes first
+        return _write(Path(folder), rows.to_save(optimizer, extra), keep, group, optimizer.wires)
 
 
 def save_async(
@@ -138,7 +140,7 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
         then.
     """
     _check_arguments(optimizer, extra, is_load=True)
-    with raising_peer_lost(optimizer.wires, where="checkpoint.load"):
+    with _calling("checkpoint.load", optimizer), raising_peer_lost(optimizer.wires, where="checkpoint.load"):
         checkpoint, reader, old = _verified(Path(folder), name)
         rows.own_keys(optimizer)  # raises where there can be no rows
         paths = {key.removeprefix(EACH): key for key in reader.forms}
@@ -190,6 +192,11 @@ def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
     if any(key.startswith("params.") for key in rows.own_keys(optimizer)):
         cure = "gather behind a step that makes them the same, if the method has one, or call checkpoint.save"
         hints = {**HINTS, "params.": f"{cure}, which keeps each rank's"}
+    with _calling("checkpoint.gather", optimizer):
+        return _gathered(optimizer, hints, group)
+
+
+def _gathered(optimizer: Core, hints: Mapping[str, str], group: Group) -> dict[str, Tensor] | None:
     rank, size = world()
     flat: dict[str, Tensor] = optimizer.state_dict()
     marks = marks_of(optimizer)
@@ -200,9 +207,10 @@ def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
     if size == 1 or everyone is None:
         return whole
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
-        compare({**same, **params_of(optimizer)}, partial(_of_all, group=everyone), hints)
+        compare({**same, **params_of(optimizer)}, partial(_of_all, group=everyone, call="checkpoint.gather"), hints)
         # As often on all ranks: one that has fewer keys of its own joins in with nothing, or the others would wait.
-        for i in range(max(_of_all(len(own), everyone))):  # one by one: rank 0 holds each twice while it arrives
+        # One by one: rank 0 holds each twice while it arrives.
+        for i in range(max(_of_all(len(own), everyone, "checkpoint.gather"))):
             of_ranks: list[Any] | None = [None] * size if rank == 0 else None
             dist.gather_object({key: _on_cpu(flat[key]) for key in own[i : i + 1]}, of_ranks, dst=0, group=everyone)
             for of_one in of_ranks or ():
@@ -214,10 +222,18 @@ def _on_cpu(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu").copy_(x.detach())
 
 
+@contextmanager
+def _calling(call: str, optimizer: Core) -> Iterator[None]:
+    """Tell the other ranks what this one is in, where they may be in a call of the optimizer: over its axes."""
+    with optimizer.binding, calling(call, agree.axes_of_calls(optimizer), device_of(optimizer)):
+        yield
+
+
 def _check_arguments(optimizer: object, extra: Tree, *, is_load: bool = False) -> None:
     """Refuse anything but an optimizer of whole parameters between two steps; half a step may be loaded over."""
     if not isinstance(optimizer, Core):
         raise TypeError(expected("optimizer", "an fn.Optimizer, after the folder", type(optimizer).__name__))
+    follow_members(optimizer)
     if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         cure = "save opt.state_dict() with torch.distributed.checkpoint, which loads it on any number of ranks"
         wanted, got = "an optimizer of whole parameters", "one of DTensors, of which a rank has shards"
@@ -277,11 +293,11 @@ def _verified(folder: Path, name: str | None) -> tuple[Path, files.Reader, int]:
         checkpoint = files.newest(folder) if name is None else folder / name
         return checkpoint, *files.verify(checkpoint, rank, size)
 
-    looked = _all(look)
+    looked = _all(look, None, "checkpoint.load")
     checkpoint, old, _ = looked[rank]
     names = {name for _, _, verified in looked for name in verified}
     readers: list[files.Reader] = []
-    _all(lambda: readers.append(files.Reader(checkpoint, names)))
+    _all(lambda: readers.append(files.Reader(checkpoint, names)), None, "checkpoint.load")
     return checkpoint, readers[0], old
 
 
@@ -308,24 +324,22 @@ def _files(act: str, folder: Path) -> Iterator[None]:
         raise OSError(text) from error
 
 
-def _all(act: Callable[[], Any], group: Group = None) -> list[Any]:
+def _all(act: Callable[[], Any], group: Group = None, call: str = "checkpoint.save") -> list[Any]:
     """Do something on every rank and return what it returned on each; raise on all ranks what one of them raised.
 
-    A disk that is full on one rank must not leave the others waiting.
+    A disk that is full on one rank must not leave the others waiting. Args: call: what this rank is in.
     """
     mine: tuple[Any, Exception | None] = None, None
     try:
         mine = act(), None
     except Exception as error:
         mine = None, error
-    of_ranks = [mine] * world()[1]
-    if len(of_ranks) > 1:
-        dist.all_gather_object(of_ranks, mine, group=group)
+    of_ranks = tell_all(mine, group, call) if world()[1] > 1 else [mine]
     for _, problem in of_ranks:
         if problem is not None:
             raise problem
     return [value for value, _ in of_ranks]
 
 
-def _of_all(value: Any, group: Group) -> list[Any]:
-    return _all(lambda: value, group)
+def _of_all(value: Any, group: Group, call: str = "checkpoint.save") -> list[Any]:
+    return _all(lambda: value, group, call)

@@ -105,6 +105,18 @@ class DeepSpeedOptimizer(Optimizer):
     def _take_initial_moments(self) -> None:
         """Take what DeepSpeed takes from its initialising call: nothing, but in groups with `ParamGroup.non_freeze`."""
 
+    def follow_groups(self) -> None:
+        """Take over what was written into the param groups, before the first step also DeepSpeed's float32 copies.
+
+        In half precision its wrapper puts these in the place of the parameters of each group, one for one.
+        """
+        groups = [*zip((given for unit in self.units for given in unit.given), self.param_groups, strict=False)]
+        for given, group in groups if self.steps == 0 else ():
+            params, masters = given["params"], [*group.get("params", ())]
+            if [p.shape for p in params] == [p.shape for p in masters] and _are_masters(params, masters):
+                given["params"] = masters
+        super().follow_groups()
+
     def attach(self, engine: Any) -> None:
         """Let a DeepSpeed engine average gradients in the warm-up, and no longer once the phase changes.
 
@@ -199,6 +211,12 @@ def check_unused(method: str, amsgrad: bool, *given: Any) -> None:
     for (name, default), value in zip(UNUSED.items(), given, strict=True):
         if value != default:
             warnings.warn(f"{name}: had no effect on DeepSpeed's numbers and has none here", stacklevel=4)
+
+
+def _are_masters(params: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
+    """Tell whether these are float32 copies of parameters of which some have half precision."""
+    is_half = any(p.element_size() < 4 for p in params)
+    return is_half and all(x is not p and x.dtype == torch.float32 for p, x in zip(params, copies, strict=True))
 
 
 class OnebitAdam(DeepSpeedOptimizer):

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from operator import is_
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,8 +54,9 @@ class Unit:
     transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
     learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
     tuples of lists, one for each group, or the list of a single one. state: live buffers. has_copies: whether it
-    has `copies`. versions: of the params, as fn left them; [] where that is not known. places: the number of the
-    parameter that each leaf of the state belongs to, or None; [] until somebody asks.
+    has `copies`. versions: of the params, as fn left them; [] where that is not known. given: the parameters and
+    names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
+    belongs to, or None; [] until somebody asks.
     """
 
     transform: Transform
@@ -64,22 +67,28 @@ class Unit:
     state: Tree = ()
     has_copies: bool = False
     versions: list[tuple[int, int]] = field(default_factory=list)
+    given: list[dict[str, Any]] = field(default_factory=list)
     places: list[int | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.given:
+            # Lists of its own: a script may write into those of the groups.
+            self.given = [{"params": [*g["params"]], "param_names": [*names_of(g)]} for g in self.groups]
 
     @property
     def params(self) -> Tree:
         """Return the tensors that the transform steps: of a DTensor this rank's piece."""
-        return self.of([pieces(group["params"]) for group in self.groups])
+        return self.of([pieces(group["params"]) for group in self.given])
 
     @property
     def members(self) -> list[Tensor]:
         """Return the parameters of its groups, DTensors as they are."""
-        return [p for group in self.groups for p in group["params"]]
+        return [p for group in self.given for p in group["params"]]
 
     @property
     def names(self) -> list[str]:
         """Return the names of its parameters."""
-        return [name for group in self.groups for name in names_of(group)]
+        return [name for group in self.given for name in names_of(group)]
 
     @property
     def copies(self) -> list[list[Tensor]]:
@@ -172,6 +181,7 @@ class Core(torch.optim.Optimizer):
 
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
+        follow_members(self)
 
     def check_phase(self, phase: Phase) -> None:
         """Raise an error on all ranks if a phase, before its first step, does not go with those that were taken."""
@@ -271,6 +281,43 @@ TORN = (
     "an exception came while parameters and state were written, so that they may be half of one step and half of the "
     "next; load both from a checkpoint, with fn.adapters.checkpoint.load, or load_state_dict of model and optimizer"
 )
+
+
+def follow_members(core: Core) -> None:
+    """Refuse parameters that were added, taken out, replaced or moved by hand; take over lists and dicts made anew.
+
+    A state is made for its parameters: one more would never be trained, and others would be given its moments.
+
+    Raises: ValueError that names the group and the parameter.
+    """
+    known = [(unit, i, given) for unit in core.units for i, given in enumerate(unit.given)]
+    for g, group in enumerate(core.param_groups):
+        unit, i, given = known[g] if g < len(known) else (None, 0, {"params": []})
+        # A copy: a generator would be empty behind this.
+        params = [*group.get("params", ())]
+        if unit is None or len(params) != len(given["params"]) or not all(map(is_, params, given["params"])):
+            refuse_edited(g, given, {**group, "params": params})
+        if len(names_of(group | {"params": params})) != len(params):
+            wanted = f"a name for each of the {len(params)} parameters of group {g}"
+            raise ValueError(expected("param_names", wanted, f"{len(group['param_names'])}"))
+        if not isinstance(group["params"], list):
+            group["params"] = params
+        unit.groups[i] = group
+    for g, (_, _, given) in [*enumerate(known)][len(core.param_groups) :]:
+        refuse_edited(g, given, {"params": []})
+
+
+def refuse_edited(g: int, given: dict[str, Any], now: dict[str, Any]) -> NoReturn:
+    """Refuse a param group, by its number, with a ValueError that names the first parameter that is another one."""
+    before, after = given["params"], now["params"]
+    place = next((i for i, (p, q) in enumerate(zip_longest(before, after)) if p is not q), 0)
+    done = "added" if place >= len(before) else "taken out" if place == len(after) else "replaced or moved"
+    names = names_of(given if place < len(before) else now)
+    name = names[place] if place < len(names) else place
+    which = f"parameter {name} of param group {g}" if before or after else f"param group {g}"
+    cure = "add parameters by add_param_group, and retire them by requires_grad_(False), on all ranks"
+    wanted = "the groups and parameters that the optimizer was given"
+    raise ValueError(expected("param_groups", wanted, f"{which} {done} by hand", cure))
 
 
 def take(core: Core, phase: Phase | Round) -> bool:

@@ -193,7 +193,7 @@ def follow_rate(group: dict[str, Any], rate: Tensor) -> None:
 
     Raises: ValueError if that is no rate; nothing is written then.
     """
-    given = group["lr"]
+    given = group.get("lr")
     if given is rate and rate.device.type != "cpu":  # nobody waits for a device here
         return
     number = checked_rate(given)

@@ -21,6 +21,7 @@ from fn.adapters.optim.core import (
     Unit,
     count_of,
     device_of,
+    follow_members,
     land,
     skipped,
     stage_exchange,
@@ -32,7 +33,7 @@ from fn.adapters.optim.shards import are_divided, check_divided, check_placed, d
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.arguments import check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
-from fn.collectives.agreement import describe
+from fn.collectives import agreement
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
 from fn.errors import RefusedByAll, expected
@@ -114,13 +115,13 @@ class Optimizer(Core):
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(self.make, binding, listed, {"lr": lr, **defaults})
-        # Compared before super().__init__ makes states, which communicates: ranks with other groups would wait there.
-        with binding:
-            agree.check_listed(axes, listed, {"max_norm": max_norm, **describe(schedule)})
-        gradients.check_max_norm(max_norm, axes)
-        groups.spell_betas(defaults, self.arguments)
-        rate = {"lr": lr, **defaults}
-        super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
+        with binding, agreement.calling(agreement.CONSTRUCTION, axes, agreement.device_of(listed)):
+            # Before super().__init__ makes states, which communicates: ranks with other groups would wait there.
+            agree.check_listed(axes, listed, {"max_norm": max_norm, **agreement.describe(schedule)})
+            gradients.check_max_norm(max_norm, axes)
+            groups.spell_betas(defaults, self.arguments)
+            rate = {"lr": lr, **defaults}
+            super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
         watch.at_start(self, given=given)
         warm_kernels(self.param_groups, compress=bool(roles.find(self.states, "errors")))
 
@@ -130,15 +131,21 @@ class Optimizer(Core):
         Raises: as the constructor; the optimizer is then as it was.
         """
         self.check_free("add_param_group")
+        with self.binding, agreement.calling("add_param_group", agree.axes_of_calls(self), device_of(self)):
+            self._add(param_group)
+        watch.late_group(self)
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         before, frozen, problem, unit = len(self.param_groups), self.untrained, None, None
         try:
             try:
+                follow_members(self)
                 groups.spell_betas(param_group, self.arguments, self.defaults)
                 super().add_param_group(param_group)
                 unit = self.prepared(self.param_groups[-1])
             except Exception as error:  # told to the other ranks, which would wait for this one where states are made
                 problem = error
-            with self.binding:
+            with self.binding:  # which has the axis of shards by now
                 agree.check_accepted(self.axes, before, problem, self.param_groups)
             # `check_accepted` has raised where there is a problem.
             assert unit is not None
@@ -148,7 +155,6 @@ class Optimizer(Core):
             del self.param_groups[before:]
             self.untrained = frozen
             raise
-        watch.late_group(self)
 
     def prepared(self, group: dict[str, Any]) -> Unit:
         """Return a param group as a unit without a state; asks no other rank."""
@@ -215,6 +221,7 @@ class Optimizer(Core):
 
     def follow_groups(self) -> None:
         """Take over what was written into the param groups since the last step."""
+        super().follow_groups()
         refuse_thawed(self.untrained)
         with self.binding:  # an overlap comes here from the backward pass
             written.follow_params(self)
@@ -279,11 +286,13 @@ class Optimizer(Core):
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
         if round_.begin is not None and Phase.COMPRESSED in self.doubts:
-            agree.check_islands(self)
             outside = [axis for axis in self.axes if axis not in inside_of(self)]
-            grads = super().gradients(round_)
-            if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
-                self.doubts.discard(Phase.COMPRESSED)
+            # This looks ahead of the exchange, whose header comes later, or on a group of its own.
+            with agreement.calling(agreement.EXCHANGE, outside, device_of(self), left=LOCAL_STEP_TAKEN):
+                agree.check_islands(self)
+                grads = super().gradients(round_)
+                if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
+                    self.doubts.discard(Phase.COMPRESSED)
         stage_exchange(self, round_).commit()
 
     def announce(self, number: int, steps: int) -> Callable[[], None]:

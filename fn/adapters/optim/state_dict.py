@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fn import roles, tree
 from fn.adapters.optim import groups
-from fn.adapters.optim.core import TORN, Core, Unit
+from fn.adapters.optim.core import TORN, Core, Unit, follow_members
 from fn.adapters.optim.resting import places_of
 from fn.adapters.optim.shards import as_dtensor, division_of, pieces
 from fn.collectives.compressed import ErrorFeedbackState
@@ -44,7 +44,10 @@ def flat_state(core: Core) -> dict[str, Tensor]:
     """Return the steps, every group's numbers and names, the state, and a schedule's memory, by path.
 
     A mean that is on its way is waited for. What other ranks own is left out: its owner has it under the same path.
+
+    Raises: ValueError for param groups that were edited by hand, whose parameters have no state.
     """
+    follow_members(core)
     flat = {FORMAT: _int64(VERSION), "steps": _int64(core.steps)}
     for g, (group, _) in enumerate(_of_groups(core)):
         flat |= {f"groups.{g}.{name}": x for name, x in numbers_of(group).items()}

@@ -47,6 +47,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from fn.errors import SAME_CALL, RanksDisagree
+
 logger = logging.getLogger("fn")
 
 WAKE = 1 << 19
@@ -355,7 +357,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     except OSError as error:
         problem = f"rank {group.rank()} cannot listen: {error}"
     # A rank that has a problem comes here, too: the others would wait for it in this gather.
-    told = _tell_all((address, token, problem), group)
+    told = tell_all((address, token, problem), group, OPENED)
     if not any(text for _, _, text in told):
         try:
             peers = meet(group, listener, [address for address, _, _ in told], told[0][1])
@@ -365,7 +367,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
         listener.close()
     opened = Connections(peers, timeout_of(group).total_seconds())
     # A second round, or ranks that reached all others would send over connections that the rest does not read.
-    reasons = [text for text in [*(text for *_, text in told), *_tell_all(problem, group)] if text]
+    reasons = [text for text in [*(text for *_, text in told), *tell_all(problem, group, OPENED)] if text]
     if not reasons:
         return opened
     opened.close()
@@ -374,10 +376,23 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     return None
 
 
-def _tell_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+OPENED = "the first exchange over a process group"
+
+
+def tell_all(value: Any, group: dist.ProcessGroup | None, call: str) -> list[Any]:
+    """Return the values of all ranks of a group, objects that can be pickled; None is the default group.
+
+    Args: call: what this rank is in.
+    Raises: `RanksDisagree`, on every rank, where another one is in another call, whose objects are of no use here.
+    """
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, ("fn", call, value), group=group)
+    calls = [x[1] if isinstance(x, tuple) and x[:1] == ("fn",) and len(x) == 3 else "something else" for x in said]
+    for rank, other in enumerate(calls):
+        if other != calls[0]:
+            text = f"rank {rank} of a process group is in {other}, and rank 0 in {calls[0]}"
+            raise RanksDisagree(f"ranks disagree: {text}; {SAME_CALL}", rank=rank, field="call")
+    return [value for *_, value in said]
 
 
 def meet(

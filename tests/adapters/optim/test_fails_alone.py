@@ -67,6 +67,8 @@ def unable(what: str) -> tuple[Any, ...]:
     before = p.detach().clone()
     if dist.get_rank() == 0 and what == "a sparse gradient":
         p.grad = torch.ones(5).to_sparse()
+    elif dist.get_rank() == 0 and what == "a group of its own":
+        opt.param_groups.append({"params": [torch.nn.Parameter(torch.ones(2))]})
     elif dist.get_rank() == 0:
         opt.param_groups[0]["lr"] = -0.5
     try:
@@ -78,7 +80,11 @@ def unable(what: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("what", "kind", "text"),
-    [("a sparse gradient", "TypeError", "sparse"), ("a bad hyper-parameter", "ValueError", "but got -0.5")],
+    [
+        ("a sparse gradient", "TypeError", "sparse"),
+        ("a bad hyper-parameter", "ValueError", "but got -0.5"),
+        ("a group of its own", "ValueError", "add_param_group"),
+    ],
 )
 def test_what_one_rank_cannot_step_it_says_and_the_others_hear_that_it_is_lost(what, kind, text):
     first, other = run(2, unable, what)

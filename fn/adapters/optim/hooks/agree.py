@@ -14,15 +14,17 @@ from fn.adapters.optim.groups import groups_of, names_of
 from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
 from fn.collectives.agreement import (
+    EXCHANGE,
     check_agreement,
+    check_calls,
     check_numbers,
     describe,
     describe_numbers,
     device_of,
     gather_values,
+    header,
 )
 from fn.collectives.axis import axis_size
-from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.inplace.match import registered
@@ -57,6 +59,13 @@ def compare_on_axes(
             problem = error_of(text, rank=rank, field=field)
     if problem is not None:
         raise problem
+
+
+def axes_of_calls(core: Core) -> list[str]:
+    """Return the axes over which ranks tell each other of a call, those within islands and of shards in front."""
+    facts = [facts_of(unit.transform) for unit in core.units]
+    within = {axis for said in facts for axis in (*said.inside, *said.shards)}
+    return sorted(core.wires, key=lambda axis: axis not in within)
 
 
 def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, object]) -> None:
@@ -200,17 +209,15 @@ def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.devi
     """
     if not axes or axis_size(axes) == 1:
         return lambda: None
-    # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
-    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (number, steps)])  # (2,)
-    with watched_by(Watchers()):  # a header, which no ledger counts
-        # (2,) -> (W, 2), W over all axes.
-        rows = all_gather(mine, axes)
+    rows = header(EXCHANGE, axes, device, number, steps)
 
     def compare() -> None:
         # (W, 2) against the (1, 2) of rank 0.
         if flags.known((rows == rows[:1]).all()):
             return
-        first, *others = rows.cpu().tolist()
+        heard = rows.tolist()
+        check_calls(heard, axes, LOCAL_STEP_TAKEN)
+        first, *others = [(head >> 8 & 0xFFFFFFFF, taken) for head, taken in heard]
         for rank, row in enumerate(others, 1):
             if row != first:
                 raise RanksDisagree(

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit, device_of, note_written, versions_of
-from fn.adapters.optim.hooks.agree import check_same_params
+from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params
 from fn.base import Phase
-from fn.collectives.agreement import gather_values
+from fn.collectives.agreement import FIRST_STEP, calling
 from fn.collectives.profiling import Watchers, watched_by
 
 
@@ -30,12 +30,12 @@ def follow_params(core: Core) -> None:
     """
     written = [written_in(unit) for unit in core.units]
     if core.steps == 0 and not core.has_begun:
-        wrote = any(written)
-        with watched_by(Watchers()):  # which no ledger counts
-            for axis in core.wires:
-                wrote = any(gather_values(wrote, axis, device_of(core)))
+        # The header of the first step says so, too.
+        with calling(FIRST_STEP, axes_of_calls(core), device_of(core), any(written)) as said:
+            wrote = any(said)
             if wrote:
-                check_same_params(core)
+                with watched_by(Watchers()):  # which no ledger counts
+                    check_same_params(core)
         for unit in core.units if wrote else ():
             copy_anew(unit)
         note_written(core)
