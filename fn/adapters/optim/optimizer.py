@@ -200,7 +200,7 @@ class Optimizer(Core):
         with self.binding:
             transform = self.make(lr=rate, **{**more, **groups.hyper_parameters(group, self.arguments)})
             check_is_transform("make's result", transform)
-            if are_divided(group["params"]) and facts_of(transform).axes:
+            if are_divided(group.get("params", ())) and facts_of(transform).axes:
                 # Ages that begin with the first gradient would differ between the pieces of a tensor, and so the ranks.
                 init = transform.init
                 transform = transform._replace(init=lambda p: roles.replace(init(p), "rested", lambda counts: ()))
