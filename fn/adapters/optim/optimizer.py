@@ -28,7 +28,7 @@ from fn.adapters.optim.core import (
 )
 from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
-from fn.adapters.optim.state_dict import of_rank, restore_of_rank
+from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
 from fn.arguments import check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
 from fn.collectives.agreement import describe
@@ -120,6 +120,7 @@ class Optimizer(Core):
         groups.spell_betas(defaults, self.arguments)
         rate = {"lr": lr, **defaults}
         super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
+        self.state = Elsewhere(dict)
         watch.at_start(self, given=given)
         warm_kernels(self.param_groups, compress=bool(roles.find(self.states, "errors")))
 
@@ -328,6 +329,7 @@ class Optimizer(Core):
 
         Elsewhere it continues without this rank's errors, whose paths name it; `fn.adapters.checkpoint` keeps all.
         """
+        refuse_layout()
         # torch runs these hooks in its own state_dict, which is not called here.
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
