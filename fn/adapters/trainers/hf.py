@@ -169,8 +169,9 @@ class Callback(_Callback):
             setattr(trainer, name, self._around(getattr(trainer, name), self.agreed))
 
     def on_train_begin(self, *args: Any, **given: Any) -> None:
-        """Let DDP leave gradients alone."""
+        """Let DDP leave gradients alone, and the scheduler rest where a step is left out."""
         ranks.keep_to_itself(self.trainer.model_wrapped, local=self.local)
+        ranks.tell_of_skips(self.trainer.optimizer, self.opt)
 
     def on_train_end(self, args: Any, state: Any, *others: Any, **given: Any) -> None:
         """Leave the model with the params that all ranks agree on, unless it is the best one of the run."""

@@ -92,6 +92,27 @@ def settle(opt: Optimizer) -> None:
     note_written(opt)
 
 
+def tell_of_skips(prepared: Any, opt: Optimizer) -> None:
+    """Let accelerate's optimizer say of a step that all ranks leave out that it was skipped: schedulers then rest.
+
+    By itself it knows of those that a GradScaler skips. A local step that one rank alone leaves out is none, or ranks
+    would go on with different learning rates.
+    """
+    kind: Any = type(prepared)
+    if hasattr(prepared, "left_out"):
+        return
+
+    class Telling(kind):
+        @property
+        def step_was_skipped(self) -> bool:
+            return bool(super().step_was_skipped) or self.left_out
+
+    Telling.__name__ = Telling.__qualname__ = kind.__name__
+    # Of another class, not with another method: to accelerate it is a property.
+    prepared.__class__, prepared.left_out = Telling, False
+    opt.register_step_post_hook(lambda *step: setattr(prepared, "left_out", not opt.moved))
+
+
 def counting(opt: Optimizer) -> Ledger:
     """Return a ledger of what this rank sends in the steps of an optimizer."""
     sent = Ledger()
