@@ -253,8 +253,8 @@ def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None
     """Refuse a state in another format than this version's with a ValueError that says so."""
     if {"state", "param_groups"} <= saved.keys():
         cure = (
-            "load what fn.adapters.checkpoint saved, or start anew, with a warm-up in which the moments build up again, or "
-            "take them over by from_adamw"
+            "load what fn.adapters.checkpoint saved, or start anew, with a warm-up in which the moments build up "
+            "again, or take them over by from_adamw"
         )
         wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"
         raise ValueError(expected(argument, wanted, got, cure))

@@ -36,9 +36,9 @@ def prepare(accelerator: Any, model: nn.Module, opt: Any) -> tuple[nn.Module, An
     """Prepare a model and an optimizer of `fn` with an Accelerator: model, opt = prepare(accelerator, model, opt).
 
     DDP then sends nothing: the optimizer communicates in opt.step(). Behind a step that all ranks leave out, for a NaN
-    or Inf, accelerator.optimizer_step_was_skipped is True, and schedulers rest. accelerator.save_state saves each rank's own,
-    with the params that all ranks agree on as the model, and load_state continues bit for bit. Evaluate inside of
-    with fn.adapters.agreed_params(opt.optimizer):. To clip, give the optimizer max_norm.
+    or Inf, accelerator.optimizer_step_was_skipped is True, and schedulers rest. accelerator.save_state saves each
+    rank's own, with the params that all ranks agree on as the model, and load_state continues bit for bit. Evaluate
+    inside of with fn.adapters.agreed_params(opt.optimizer):. To clip, give the optimizer max_norm.
 
     Args:
         accelerator: without DeepSpeed and FSDP.

@@ -104,7 +104,7 @@ def test_save_state_and_load_state_continue_bit_for_bit_and_the_model_of_the_fil
 
 
 def learning_rates(method: str) -> tuple[list[bool], list[float], int, int]:
-    """Take four steps, the second of which meets a NaN on rank 1; return what accelerate says of each, and the rates."""
+    """Take four steps, the second with a NaN on rank 1; return what accelerate says of each, and the rates."""
     accelerator = new_accelerator()
     model, opt = accelerate.prepare(accelerator, network(), PAIRS[method])
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(opt.optimizer, 1.0, 0.1, 12))
