@@ -70,7 +70,7 @@ def prepare(accelerator: Any, model: nn.Module, opt: Any) -> tuple[nn.Module, An
 
     def saving(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         ranks.write(folder, ranks.of_rank(opt, module), number)
-        with agreed_params(opt):
+        with agreed_params(opt, module):
             for place, saved in enumerate(weights):
                 if local and (models[place] is module or models[place] is wrapped):
                     weights[place] = {name: x.clone() for name, x in saved.items()}

@@ -176,11 +176,13 @@ class Callback(_Callback):
     def on_train_end(self, args: Any, state: Any, *others: Any, **given: Any) -> None:
         """Leave the model with the params that all ranks agree on, unless it is the best one of the run."""
         if not (args.load_best_model_at_end and state.best_model_checkpoint):
-            ranks.settle(self.opt)
+            ranks.settle(self.opt, self.trainer.model)
 
     def agreed(self, *args: Any) -> Any:
         """Return the context in which the model is evaluated and saved."""
-        return agreed_params(self.opt) if self.opt is not None and self.trainer.is_in_train else nullcontext()
+        if self.opt is None or not self.trainer.is_in_train:
+            return nullcontext()
+        return agreed_params(self.opt, self.trainer.model)
 
     def loading(self, checkpoint: str | None) -> Any:
         """Load this rank's optimizer where the Trainer loads rank 0's."""

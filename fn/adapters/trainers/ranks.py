@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.agreed_params import agreed_pairs
+from fn.adapters.agreed_params import agreed_buffers, agreed_pairs
 from fn.adapters.checkpoint.rows import world
 from fn.adapters.ddp.data_parallel import keep_local, over_ranks
 from fn.adapters.optim.core import note_written
@@ -85,10 +85,10 @@ def optimizer_of(model: nn.Module, make: Callable[..., Transform], options: dict
 
 
 @torch.no_grad()
-def settle(opt: Optimizer) -> None:
-    """Leave a model with the params that all ranks agree on, at the end of its training."""
-    for p, agreed in agreed_pairs(opt):
-        p.copy_(agreed)
+def settle(opt: Optimizer, model: nn.Module) -> None:
+    """Leave a model with what all ranks agree on, at the end of its training: params, and the mean of buffers."""
+    for x, agreed in [*agreed_pairs(opt), *agreed_buffers(opt, [model])]:
+        x.copy_(agreed)
     note_written(opt)
 
 
