@@ -10,6 +10,7 @@ in no state, so their mean is taken when the context is entered.
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -215,7 +216,7 @@ def _in_order(roots: list[nn.Module], first: dict[int, int]) -> list[nn.Module]:
     buffers = {id(x): _buffers([x]) for x in roots}
     text = {i: repr([(name, x.shape, x.dtype) for name, x in of_one.items()]) for i, of_one in buffers.items()}
     ordered = sorted(roots, key=lambda x: (first[id(x)], text[id(x)]))
-    for a, b in zip(ordered, ordered[1:], strict=False):
+    for a, b in itertools.pairwise(ordered):
         if (first[id(a)], text[id(a)]) == (first[id(b)], text[id(b)]):
             lie = [[x.data_ptr() for x in buffers[id(root)].values()] for root in (a, b)]
             if lie[0] != lie[1]:

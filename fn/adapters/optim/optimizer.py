@@ -110,6 +110,7 @@ class Optimizer(Core):
         # phases whose first step looks at its gradients
         self.doubts = {Phase.WARMUP, Phase.COMPRESSED} if refuse_averaged else set[Phase]()
         self.taken = set[Phase]()  # phases of the steps so far
+        self.clipped_before = gradients.ClippedBefore()
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(self.make, binding, listed, {"lr": lr, **defaults})
@@ -250,6 +251,9 @@ class Optimizer(Core):
             axes = [axis for axis in self.axes if axis in averaged]
             if gradients.look_at_first(grads, phase, axes, compresses=self.schedule is not always_warm_up):
                 self.doubts.discard(phase)
+        if self.max_norm is not None:
+            members = [p for unit in self.units for p in unit.members]
+            self.clipped_before.look(members, grads, float(self.max_norm))
         if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
