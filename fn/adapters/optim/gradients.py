@@ -189,7 +189,7 @@ class ClippedBefore:
         self.last = now
         if self.at_bound > (not self.is_first) or self.alike > 1:
             self.is_told = True
-            text = f"max_norm: gradients come clipped to a norm of {norm:.4g}, and the optimizer clips by {max_norm:.4g}"
+            text = f"max_norm: gradients come clipped to a norm of {norm:.4g}, and the optimizer clips by {max_norm:g}"
             hint = "leave clip_grad_norm_, or a trainer's own clipping, out, or give the optimizer no max_norm"
             warnings.warn(f"{text} once more; {hint}", stacklevel=8)
 
