@@ -54,6 +54,25 @@ def check_flag(argument: str, value: Any) -> None:
         raise TypeError(expected(argument, "True or False", f"{value!r}"))
 
 
+def check_kind(argument: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise a TypeError that names the argument unless a value is an instance of one of some classes.
+
+    A tensor and a text can be gone through, too, but are no sequence, mapping or iterable that anybody means.
+
+    Args: kinds: classes. wanted: what they are, for the message.
+    """
+    listed = kinds if isinstance(kinds, tuple) else (kinds,)
+    is_abstract = isinstance(value, Tensor | str | bytes) and type(value) not in listed
+    if not isinstance(value, kinds) or (is_abstract and any(kind.__module__ == "collections.abc" for kind in listed)):
+        raise TypeError(expected(argument, wanted, f"{value!r}"))
+
+
+def check_function(argument: str, value: Any, wanted: str) -> None:
+    """Raise a TypeError that names the argument unless a value can be called. wanted: with which arguments."""
+    if not callable(value):
+        raise TypeError(expected(argument, wanted, f"{value!r}"))
+
+
 def check_is_transform(argument: str, value: Any) -> None:
     """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
     if not hasattr(value, "warmup_update"):

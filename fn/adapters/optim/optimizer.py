@@ -29,7 +29,7 @@ from fn.adapters.optim.core import (
 from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.shards import check_divided, check_placed, division_of, pieces
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
-from fn.arguments import check_is_transform
+from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, axis_size, current_binding
@@ -105,6 +105,7 @@ class Optimizer(Core):
         refuse_averaged: bool = True,
         **defaults: Any,
     ):
+        check_flag("refuse_averaged", refuse_averaged)
         self.make, self.arguments = groups.check_make(make), groups.arguments_of(make)
         self.untrained: list[tuple[str, Tensor]] = []  # what required no gradients, and has no state
         # phases whose first step looks at its gradients
