@@ -13,7 +13,9 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,14 @@ import fn
 import fn.adapters
 import fn.adapters.checkpoint
 import fn.adapters.ddp
+import fn.adapters.deepspeed
+import fn.adapters.drift
+import fn.adapters.fsdp
+import fn.adapters.metrics
+import fn.adapters.torchft
+import fn.adapters.trainers.accelerate
+import fn.adapters.trainers.hf
+import fn.adapters.trainers.lightning
 import fn.contrib
 import fn.kernels
 import fn.testing
@@ -47,6 +57,36 @@ def linear(updates: Any, state: Any, params: Any) -> Any:
     return updates, state
 
 
+def wrapped() -> nn.Module:
+    """Return a stand-in of a model in DDP: nothing may be done to it before the other arguments are looked at."""
+    model = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.module = net()
+    return model
+
+
+def stepped() -> torch.optim.Optimizer:
+    model = net()
+    model(torch.ones(1, 2)).sum().backward()
+    adamw = torch.optim.AdamW(model.parameters())
+    adamw.step()
+    return adamw
+
+
+def called(f: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Call a function; enter and leave what it returns, where that is a context."""
+    made = f(**arguments)
+    if isinstance(made, AbstractContextManager):
+        with made:
+            pass
+
+
+CPU = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.codes.pack_bits})
+ROW = fn.kernels.Accelerator("nothing", {})
+RULE = fn.contrib.norm_rule(3.0, 0.1, 2, None, None)
+CODES = {"codec": fn.int8(), "feedback": fn.off()}
+HOPS = {"local_axis": "local", "node_axis": "node"}
+ONEBIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}}
 AXIS: dict[str, Any] = {"axis": "data"}
 X = {"x": torch.ones(4)}
 VALID: dict[str, Callable[[], dict[str, Any]]] = {
@@ -132,6 +172,86 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.unsharded": lambda: {"inner": ADAM, "shards": "shard"},
     "fn.zero_one_adam": lambda: AXIS,
     "fn.zero_one_schedule": dict,
+    "fn.all_gather_shards": lambda: {"shard": torch.ones(4), "error": (), **AXIS, **CODES},
+    "fn.apply_updates": lambda: {"params": torch.ones(2), "updates": torch.ones(2)},
+    "fn.bind": lambda: {"mesh": {}},
+    "fn.chain": dict,
+    "fn.differences": dict,
+    "fn.ledger": dict,
+    "fn.off": dict,
+    "fn.rank_dims": lambda: {"state": ()},
+    "fn.reduce_scatter_mean": lambda: {"x": torch.ones(4), "error": (), **AXIS, **CODES},
+    "fn.running_sum": dict,
+    "fn.scale_by_shape": dict,
+    "fn.contrib.demo": lambda: AXIS,
+    "fn.contrib.des_loc": lambda: AXIS,
+    "fn.contrib.dion2": dict,
+    "fn.contrib.ef21_muon": lambda: AXIS,
+    "fn.contrib.ef21_sgdm": lambda: AXIS,
+    "fn.contrib.guarded": lambda: {"sync": MEAN, "guard": RULE},
+    "fn.contrib.in_blocks": lambda: {"inner": ADAM, "blocks": 2},
+    "fn.contrib.lion_muon": dict,
+    "fn.contrib.muon_bp": lambda: {"blocks": 2},
+    "fn.contrib.nanochat": dict,
+    "fn.contrib.no_loco": lambda: AXIS,
+    "fn.contrib.norm_guard": lambda: {"sync": MEAN},
+    "fn.contrib.norm_rule": lambda: {
+        "threshold": 3.0, "alpha": 0.1, "warmup": 2, "far": None, "temperature": None
+    },
+    "fn.contrib.own_anchors": lambda: {
+        "average": fn.average("data"), "inner": SGD, "outer_tx": SGD, "sync": fn.contrib.pair_average("data")
+    },
+    "fn.contrib.pair_average": lambda: AXIS,
+    "fn.contrib.periods": lambda: {"params": 2, "first_moment": 4, "second_moment": 8},
+    "fn.contrib.primal_average": lambda: {"inner": fn.chain(ADAM, SGD)},
+    "fn.contrib.primal_params": lambda: {"state": (), "params": torch.ones(1)},
+    "fn.contrib.random_pairs": lambda: {"turn": 0, "ranks": 4},
+    "fn.contrib.scale_by_dion2": lambda: {"axis": None},
+    "fn.contrib.scale_by_nanochat": dict,
+    "fn.contrib.signum_vote": lambda: AXIS,
+    "fn.contrib.sparse_average": lambda: {**AXIS, "density": 0.5},
+    "fn.contrib.sparta": lambda: AXIS,
+    "fn.adapters.agreed_params": lambda: {"optimizer": optimizer()},
+    "fn.adapters.from_adamw": lambda: {"adamw": stepped(), "optimizer": optimizer()},
+    "fn.adapters.checkpoint.gather": lambda: {"optimizer": optimizer()},
+    "fn.adapters.checkpoint.load": lambda: {"folder": "nowhere", "optimizer": optimizer()},
+    "fn.adapters.checkpoint.save": lambda: {"folder": "/dev/null/x", "optimizer": optimizer()},
+    "fn.adapters.checkpoint.save_async": lambda: {"folder": "/dev/null/x", "optimizer": optimizer()},
+    "fn.adapters.ddp.average_gradients": lambda: {"model": wrapped(), "codec": fn.int8()},
+    "fn.adapters.ddp.bucketed": lambda: {"params": [*net().parameters()]},
+    "fn.adapters.ddp.close": lambda: {"optimizer": optimizer()},
+    "fn.adapters.ddp.keep_local": lambda: {"model": wrapped()},
+    "fn.adapters.ddp.optimizer": lambda: {"model": net(), "make": fn.onebit_adam},
+    "fn.adapters.ddp.overlap": lambda: {"model": net(), "optimizer": optimizer()},
+    "fn.adapters.deepspeed.OnebitAdam": lambda: {"params": [nn.Parameter(torch.ones(2))]},
+    "fn.adapters.deepspeed.OnebitLamb": lambda: {"params": [nn.Parameter(torch.ones(2))]},
+    "fn.adapters.deepspeed.ZeroOneAdam": lambda: {"params": [nn.Parameter(torch.ones(2))]},
+    "fn.adapters.deepspeed.from_config": lambda: {"params": [nn.Parameter(torch.ones(2))], "config": ONEBIT},
+    "fn.adapters.deepspeed.loco_quant_reduce": lambda: {"tensors": [torch.ones(8)], **HOPS},
+    "fn.adapters.deepspeed.quant_reduce": lambda: {"tensors": [torch.ones(8)], **HOPS},
+    "fn.adapters.drift.check_drift": lambda: {"optimizer": optimizer(), "every": 2},
+    "fn.adapters.fsdp.compress": lambda: {"module": net()},
+    "fn.adapters.metrics.watch": lambda: {"optimizer": optimizer(), "callback": print},
+    "fn.adapters.torchft.optimizer": lambda: {
+        "params": [nn.Parameter(torch.ones(2))], "make": fn.diloco, "manager": mock.Mock(), "schedule": fn.every(2)
+    },
+    "fn.adapters.torchft.connect": lambda: {"schedule": fn.every(2), "lighthouse": "nowhere:1", "pg": mock.Mock()},
+    "fn.adapters.trainers.hf.factory": lambda: {"make": fn.muloco, "lr": 0.1},
+    "fn.adapters.trainers.lightning.optimizer": lambda: {"module": net(), "make": fn.muon, "lr": 0.1},
+    "fn.kernels.communication_backend": dict,
+    "fn.kernels.compressed_transport": dict,
+    "fn.kernels.device_name": dict,
+    "fn.kernels.get_accelerator": dict,
+    "fn.kernels.on_accelerator": lambda: {"x": ()},
+    "fn.kernels.pin_memory": lambda: X,
+    "fn.kernels.register": lambda: {"row": ROW},
+    "fn.kernels.set_accelerator": lambda: {"device": None},
+    "fn.kernels.set_communication_backend": lambda: {"device_type": "nothing", "backend": None},
+    "fn.kernels.table": dict,
+    "fn.kernels.unregister": lambda: {"row": ROW},
+    "fn.testing.check_codec": lambda: {"codec": fn.int8()},
+    "fn.testing.check_transform": lambda: {"tx": SGD, "params": torch.ones(2), "schedule": fn.freeze_after(1)},
+    "fn.testing.conformance": lambda: {"row": CPU, "ops": ("pack_bits",), "sizes": (8,)},
 }
 
 
@@ -200,7 +320,7 @@ def cases() -> Iterator[tuple[str, str, Any]]:
 def fault(name: str, argument: str, value: Any) -> str:
     f = eval(name, {"fn": fn})
     try:
-        f(**{**VALID[name](), argument: value})
+        called(f, {**VALID[name](), argument: value})
     except (TypeError, ValueError) as error:
         text = str(error)
         return "" if argument in text.split(":")[0] else f"{type(error).__name__}: {text[:90]}"
@@ -214,7 +334,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     count = c.Counter(); n = 0
     for name, valid in VALID.items():
-        try: eval(name)(**valid())
+        try: called(eval(name), valid())
         except Exception as e: print("INVALID", name, type(e), e)
     for name, argument, value in cases():
         n += 1

@@ -34,6 +34,7 @@ from fn.adapters.labels import labels_of
 from fn.adapters.optim.core import land
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
+from fn.arguments import checked
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around
@@ -79,6 +80,7 @@ def keep_local(model: Any) -> Any:
     return model
 
 
+@checked("least_wire_seconds")
 def overlap(
     model: nn.Module, optimizer: Optimizer, *, scaler: Any = None, least_wire_seconds: float = LEAST_WIRE_SECONDS
 ) -> Overlap:
@@ -159,6 +161,7 @@ def overlap(
     return running
 
 
+@checked("optimizer")
 def close(optimizer: Optimizer | GradientAverage) -> None:
     """End the threads of `overlap`, and give back their process groups; wait for a mean that is on its way.
 
@@ -179,6 +182,7 @@ def close(optimizer: Optimizer | GradientAverage) -> None:
         land(optimizer)
 
 
+@checked("params", "elements", "least_wire_seconds")
 def optimizer(
     model: Any,
     make: Callable[..., Transform],
@@ -250,6 +254,7 @@ def over_ranks(
         return Optimizer(params, partial(make, axis=AXIS), **options)
 
 
+@checked("schedule", "elements", "servers")
 def average_gradients(
     model: Any,
     codec: Codec | None = None,

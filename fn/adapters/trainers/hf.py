@@ -26,6 +26,7 @@ from fn.adapters.agreed_params import agreed_params
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.trainers import ranks
+from fn.arguments import checked
 from fn.base import Transform
 from fn.collectives.axis import ranks_around
 from fn.collectives.codecs.codec import Codec
@@ -38,6 +39,7 @@ from fn.schedules import Schedule
 __all__ = ["Callback", "average_gradients", "factory"]
 
 
+@checked("schedule", "lr")
 def factory(
     make: Callable[..., Transform], *, lr: float | Tensor, schedule: Schedule | None = None, **numbers: Any
 ) -> tuple[Factory, dict[str, Any]]:

@@ -23,6 +23,7 @@ from fn.adapters.agreed_params import agreed_buffers, agreed_pairs, agreed_param
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.trainers import ranks
+from fn.arguments import checked
 from fn.base import Transform
 from fn.errors import expected
 from fn.schedules import Schedule
@@ -30,6 +31,7 @@ from fn.schedules import Schedule
 __all__ = ["FnStrategy", "optimizer"]
 
 
+@checked("module", "lr")
 def optimizer(
     module: nn.Module,
     make: Callable[..., Transform],
