@@ -44,6 +44,13 @@ Group = dist.ProcessGroup | Communicator
 AXIS = "data"
 
 
+SETTINGS = (
+    "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware", "comm_backend_name", "initialising_call", "betas",
+    "max_grad_norm",
+)  # fmt: skip
+"""Arguments of all drop-ins whose kinds nothing else looks at."""
+
+
 class DeepSpeedOptimizer(Optimizer):
     """A drop-in for one of DeepSpeed's 1-bit optimizers; `_numerics` says which. Args are those of the drop-ins."""
 
@@ -222,9 +229,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         steps are skipped on all ranks.
     """
 
-    @checked(
-        "freeze_step", "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware", "comm_backend_name", "initialising_call", "betas", "max_grad_norm",
-    )
+    @checked("freeze_step", *SETTINGS)
     def __init__(
         self,
         params: Params,
@@ -272,9 +277,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
     Differs: a restart in the frozen phase continues; there it updates the variance with local gradients.
     """
 
-    @checked(
-        "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware", "comm_backend_name", "initialising_call", "betas", "max_grad_norm",
-    )
+    @checked(*SETTINGS)
     def __init__(
         self,
         params: Params,
@@ -340,9 +343,7 @@ class OnebitLamb(DeepSpeedOptimizer):
 
     freeze_flag = "lamb_freeze_key"
 
-    @checked(
-        "freeze_step", "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware", "comm_backend_name", "initialising_call", "betas", "max_grad_norm",
-    )
+    @checked("freeze_step", *SETTINGS)
     def __init__(
         self,
         params: Params,
