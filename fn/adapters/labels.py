@@ -112,10 +112,10 @@ def labels_of(
 def _checked(heads: Any) -> list[nn.Module]:
     wanted = "modules in an iterable, or None"
     check_kind("heads", heads, Iterable, wanted)
-    heads = list(heads)
-    for head in heads:
+    listed: list[nn.Module] = [*heads]
+    for head in listed:
         check_kind("heads", head, nn.Module, wanted)
-    return heads
+    return listed
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:

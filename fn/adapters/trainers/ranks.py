@@ -102,7 +102,7 @@ def tell_of_skips(prepared: Any, opt: Optimizer) -> None:
     if hasattr(prepared, "left_out"):
         return
 
-    class Telling(kind):
+    class Telling(kind):  # type: ignore[misc]
         @property
         def step_was_skipped(self) -> bool:
             return bool(super().step_was_skipped) or self.left_out
