@@ -62,7 +62,8 @@ class Optimizer(Core):
             place. What is written into `group["lr"]` takes effect in the next step, and so do other hyper-parameters
             of a group, for which the transform is made again.
         max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
-            the ranks agree on where codes travel (see `fn.adapters.optim.gradients`). None: do not clip.
+            the ranks agree on where codes travel (see `fn.adapters.optim.gradients`). A script that clips before the
+            step is warned. None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
             In the first exchange of a round no two ranks may have the same: DDP may average within an island only.
