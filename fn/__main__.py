@@ -14,10 +14,11 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from operator import attrgetter
-from typing import cast
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -53,15 +54,47 @@ TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu"
 def main(arguments: list[str] | None = None) -> None:
     """Run a subcommand; without one, print what runs here and what to take.
 
-    Where nobody reads on, as behind `| head`, just end.
+    Where nobody reads on, as behind `| head`, just end; where a disk is full, say so in a line.
     """
-    try:
+    out = sys.stdout
+    if out is None:  # closed by the caller, as by `>&-`
         _run(arguments)
-        if sys.stdout is not None:  # closed by the caller, as by `>&-`
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit goes nowhere
-        sys.exit(1)
+        return
+    try:
+        with redirect_stdout(cast(TextIO, _Output(out))):
+            try:
+                _run(arguments)
+            finally:
+                sys.stdout.flush()
+    except _OutputLostError as lost:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # what is flushed at exit goes nowhere
+        sys.exit(1 if isinstance(lost.__cause__, BrokenPipeError) else f"python -m fn: error: output: {lost.__cause__}")
+
+
+class _OutputLostError(Exception):
+    """What is printed cannot be written. No OSError, which argparse drops and a subcommand takes for one of its own."""
+
+
+class _Output:
+    """Standard output that raises `_OutputLostError`."""
+
+    def __init__(self, out: TextIO):
+        self._out = out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+    def write(self, text: str) -> int:
+        return cast(int, self._raising(self._out.write, text))
+
+    def flush(self) -> None:
+        self._raising(self._out.flush)
+
+    def _raising(self, f: Callable[..., Any], *args: str) -> Any:
+        try:
+            return f(*args)
+        except OSError as error:
+            raise _OutputLostError from error
 
 
 def _run(arguments: list[str] | None) -> None:

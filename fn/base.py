@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.arguments import check_is_transform
+from fn.arguments import check_flag, check_function, check_is_transform
 from fn.compiling import compilable, original, own_code
 from fn.errors import expected
 from fn.facts import ELEMENTWISE, Facts, merged
@@ -377,11 +377,15 @@ def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = 
         numbers such as a learning rate, only. If not, it is refused where tensors are cut into pieces, as in
         `fn.sharded` and with FSDP2.
     """
+    check_function("init", init, "a function of params that returns a state")
+    check_function("update", update, "a function (updates, state, params) -> (updates, state)")
+    check_flag("elementwise", elementwise)
     return Transform(init, update, update, update, facts=ELEMENTWISE if elementwise else None)
 
 
 def stateless(f: Callable[[Tree, Tree], Tree], *, elementwise: bool = False) -> Transform:
     """Make a link without state from `f(updates, params) -> updates`. Args: elementwise: as for `lift`."""
+    check_function("f", f, "a function (updates, params) -> updates")
 
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         return f(updates, params), state

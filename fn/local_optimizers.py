@@ -10,7 +10,7 @@ from torch import Tensor
 import fn.inplace.outer  # noqa: F401  (fills the table of steps in place)
 from fn.arguments import check_interval, check_whole
 from fn.base import Transform, chain
-from fn.collectives.axis import AxisNames
+from fn.collectives.axis import AxisNames, names
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity
 from fn.collectives.codecs.top_k import top_k
@@ -244,6 +244,7 @@ def sparse_loco(
         counts twice.
     """
     values, basis = bins(4, 6) if values is None else values, tiles(tile)
+    names(axis)
     check_whole("k", k)
     top_k(k, tile * tile, over="senders", values=values)  # refuses what does not fit, before there are params
     decayed(keep)
@@ -366,4 +367,4 @@ def _mean(axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, ser
         if feedback is not None:
             raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")
         return compressed_average(axis, identity(), off(), servers=servers)
-    return compressed_average(axis, codec, feedback or classic(), servers=servers)
+    return compressed_average(axis, codec, classic() if feedback is None else feedback, servers=servers)

@@ -13,7 +13,7 @@ from fn.collectives.axis import AxisNames
 from fn.collectives.feedback import Feedback, decayed
 from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average
-from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
 from fn.transforms.low_rank import low_rank_average
 from fn.transforms.mask_and_partition import Labels, hidden_and_other, partition, unfrozen
 from fn.transforms.scaling import scale, scale_by_shape
@@ -127,6 +127,7 @@ def dion(
     """
     check_interval("momentum", momentum, "[0, 1)")
     check_number("adamw_rate", adamw_rate)
+    check_rate(adamw_rate, "adamw_rate")
     named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1, takes_parts=False)
     low_rank = partial(
         low_rank_average, axis, rank, feedback=decayed(1.0, 1.0 - momentum), mean=mean, orthonormal=True,

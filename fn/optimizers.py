@@ -47,7 +47,8 @@ def average_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
 ) -> Transform:
     """Return the compressed average, of signs with `classic` feedback if nothing else is given."""
-    return compressed_average(axis, codec or sign(), feedback or classic(), layout=layout, servers=servers)
+    codec, feedback = sign() if codec is None else codec, classic() if feedback is None else feedback
+    return compressed_average(axis, codec, feedback, layout=layout, servers=servers)
 
 
 def adamw(

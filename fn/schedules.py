@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from fn.arguments import check_interval, check_number
+from fn.arguments import check_interval, check_whole
 from fn.base import Phase, Round, check_round
 from fn.errors import expected
 
@@ -122,7 +122,7 @@ def zero_one_schedule(
         _whole("var_update_scaler", var_update_scaler, 1),
         _whole("local_step_scaler", local_step_scaler, 1),
         _whole("local_step_clipper", local_step_clipper, 1),
-        first,
+        _whole("first", first, 0),
     )
 
 
@@ -351,7 +351,7 @@ class FreezeWhenStable:
     def __init__(self, b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0):
         check_interval("b2", b2, "[0, 1)")
         check_interval("threshold", threshold, "(0, 1]")
-        check_number("min_steps", min_steps)
+        check_whole("min_steps", min_steps, 0)
         if min_steps < 0:
             raise ValueError(expected("min_steps", "a whole number of at least 0", f"{min_steps}"))
         self.threshold = threshold

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 
@@ -65,6 +66,45 @@ def test_a_closed_output_is_no_error():
     flags = ["--params", "1e6", "--world", "2", "--intra", "1gbit", "--compute", "1s"]
     ended = python("-c", f"{code}runpy.run_module('fn', run_name='__main__')", *flags)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+NETWORK = ["--params", "1e6", "--world", "2", "--intra", "1gbit", "--compute", "1s"]
+
+
+@pytest.mark.parametrize("value", ["1e-300bit", "1e-13bit", "1e300bit", "1e400bit"])
+@pytest.mark.parametrize("flag", ["--memory", "--intra"])
+def test_a_bandwidth_that_no_machine_has_is_refused_by_its_flag(flag, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", *NETWORK, flag, value])
+    assert f"argument {flag}: '{value}' is out of range" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("memory", ["1e-12bit", "1e24bit"])
+def test_the_ends_of_what_is_taken_overflow_nowhere(memory, capsys):
+    huge = {"--params": "1e15", "--world": "1e12", "--intra": memory, "--intra-latency": "1e24s", "--compute": "1e-12s"}
+    main(["plan", *(x for pair in huge.items() for x in pair), "--memory", memory, "--all"])
+    assert "a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", [[], ["table"], ["plan", *NETWORK], ["plan", "--help"], ["doctor"]])
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+def test_on_a_full_disk_it_ends_with_a_line_and_fails(line):
+    code = (
+        "import os, runpy, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
+        "sys.argv = ['fn', *sys.argv[1:]]; runpy.run_module('fn', run_name='__main__')"
+    )
+    ended = python("-c", code, *line)
+    assert ended.returncode == 1
+    assert ended.stderr == "python -m fn: error: output: [Errno 28] No space left on device\n"
+
+
+def test_where_nobody_reads_on_it_ends_without_a_word():
+    code = (
+        "import os, runpy, sys; end, out = os.pipe(); os.close(end); os.dup2(out, 1); "
+        "sys.argv = ['fn', *sys.argv[1:]]; runpy.run_module('fn', run_name='__main__')"
+    )
+    ended = python("-c", code, "plan", *NETWORK, "--all")
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_the_cure_for_what_is_missing_names_packages_that_a_registry_has():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fn import tree
+from fn.arguments import check_function
 from fn.base import UpdateFn
 from fn.compiling import own_code
 from fn.inplace.memory import aside, check_apart, written_into
@@ -31,6 +32,7 @@ def donate(update: UpdateFn) -> UpdateFn:
     >>> after is state, [round(x, 4) for x in updates["w"].tolist()]
     (True, [-0.1, 0.1])
     """
+    check_function("update", update, "the update of a transform, such as tx.update(fn.Phase.WARMUP)")
 
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         check_apart(state, params)

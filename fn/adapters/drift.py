@@ -18,7 +18,7 @@ from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.hooks.agree import axes_of_calls, compare_on_axes
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
-from fn.arguments import check_whole
+from fn.arguments import check_whole, checked
 from fn.base import facts_of
 from fn.collectives.agreement import (
     calling,
@@ -33,6 +33,7 @@ from fn.errors import RanksDrifted
 from fn.roles import OWN, SAME
 
 
+@checked("optimizer")
 def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """Compare before every `every`-th step what all ranks should hold alike, until the returned handle is removed.
 

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from fn.arguments import check_flag, check_kind
 from fn.errors import expected
 from fn.inplace.memory import overlaps
 
@@ -62,6 +63,9 @@ def flatten_parameters(
 
     Differs: DeepSpeed gives parameters host memory on the way, which only CUDA and the CPU allow, and does not undo.
     """
+    wanted = "a module, or parameters in an iterable"
+    check_kind("module_or_params", module_or_params, (nn.Module, Iterable), wanted)
+    check_flag("gradients", gradients)
     params = module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params
     unique = list({id(p): p for p in params}.values())
     _check(unique, dtype)

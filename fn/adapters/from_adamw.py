@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.optimizer import Optimizer
+from fn.arguments import checked
 
 Tree = Any
 
@@ -32,6 +33,7 @@ class _Moments(NamedTuple):
     b2: float
 
 
+@checked("adamw", "optimizer")
 def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     """Copy moments and step counts of a `torch.optim.AdamW` into an optimizer over the same parameters.
 

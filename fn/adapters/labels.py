@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fn import tree
+from fn.arguments import check_kind
 from fn.errors import expected
 from fn.transforms.mask_and_partition import Label
 
@@ -90,8 +91,11 @@ def labels_of(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(expected("model", "a torch.nn.Module", type(model).__name__))
+    for argument, given in (("splits", splits), ("num_heads", num_heads)):
+        if given is not None:
+            check_kind(argument, given, Mapping, "a mapping from names of parameters, or None")
     embeddings = [part for part in model.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    heads = _heads(model) if heads is None else list(heads)
+    heads = _heads(model) if heads is None else _checked(heads)
     other = {id(p) for part in [*embeddings, *heads] for p in part.parameters()}
     params = dict(model.named_parameters())
     labels = _by_name(model) | {name: "other" for name, p in params.items() if id(p) in other}
@@ -103,6 +107,15 @@ def labels_of(
             raise ValueError(expected("num_heads", "no parameter that splits names, too", repr(name), cure))
         labels[name] = Label("hidden", heads=_checked_heads(params, name, count))
     return Labels(params.items(), labels.values())
+
+
+def _checked(heads: Any) -> list[nn.Module]:
+    wanted = "modules in an iterable, or None"
+    check_kind("heads", heads, Iterable, wanted)
+    listed: list[nn.Module] = [*heads]
+    for head in listed:
+        check_kind("heads", head, nn.Module, wanted)
+    return listed
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:

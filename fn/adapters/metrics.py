@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fn.adapters.optim.optimizer import Optimizer
-from fn.arguments import check_whole
+from fn.arguments import check_whole, checked
 from fn.base import Phase
 from fn.collectives.ledger import Ledger
 from fn.collectives.profiling import Observer
@@ -97,6 +97,7 @@ class Watch:
             sent.__exit__(None, None, None)
 
 
+@checked("callback")
 def watch(optimizer: Optimizer, callback: Callable[[StepMetrics], Any], every: int = 1) -> Watch:
     """Call back after every `every`-th step with what it sent, lost and took on this rank.
 

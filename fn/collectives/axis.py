@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fn import tree
+from fn.arguments import checked
 from fn.collectives.transports.failure_detection import remember
 from fn.collectives.transports.mpi import Communicator, is_communicator, register_communicator
 from fn.collectives.transports.tcp import stay_on_gloo
@@ -78,6 +79,7 @@ class Binding:
         _bound.axes = _bound.before.pop()
 
 
+@checked("tcp")
 def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator], *, tcp: bool = True) -> Binding:
     """Give axis names to process groups, as a context.
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
+from fn.arguments import check_kind
 from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Codec, Fused, Segments, identity, mean_of_rows
@@ -50,6 +51,12 @@ class ErrorFeedbackState(NamedTuple):
 
     worker: Tree
     server: Tree
+
+
+def _check(x: Any, argument: str, segments: Any) -> None:
+    check_kind(argument, x, Tensor, "a vector")
+    if segments is not None:
+        check_kind("segments", segments, Segments, "fn.collectives.codecs.codec.Segments or None")
 
 
 def reduce_scatter_mean(
@@ -90,6 +97,7 @@ def reduce_scatter_wide(
     x: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tree]:
     """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
+    _check(x, "x", segments)
     _refuse_to_differentiate(x, "reduce_scatter_mean", axis)
     errors = split_errors(error, axis)
     shard = _reduce(x, errors, hops(axis, codec, feedback), levels(segments, axis))
@@ -114,6 +122,7 @@ def all_gather_shards(
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
     Raises: as `reduce_scatter_mean`.
     """
+    _check(shard, "shard", segments)
     _refuse_to_differentiate(shard, "all_gather_shards", axis)
     plan, errors = hops(axis, codec, feedback), split_errors(error, axis)
     whole = _gather(shard, errors, plan, levels(segments, axis), len(plan))

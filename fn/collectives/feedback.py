@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.arguments import check_interval, check_number, check_whole
+from fn.arguments import check_flag, check_interval, check_number, check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of, tile
 from fn.collectives.codecs.pickling import invalidates
 from fn.errors import expected
@@ -151,6 +151,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
     Paper: Seide et al., 1-bit SGD (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD (ICML 2019),
         algorithm 1.
     """
+    check_flag("lazy", lazy)
     if lazy and store is not None:
         raise ValueError("lazy: is True together with a store; a lazy error is kept as the vector that was sent")
     kept = store_of(store, block)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 import fn
-from fn.arguments import check_whole
+from fn.arguments import check_whole, checked
 from fn.base import missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.transforms.average import agreed
@@ -17,6 +17,7 @@ from fn.transforms.average import agreed
 __all__ = ["demo"]
 
 
+@checked("keep", "axis")
 def demo(
     lr: float | Tensor = 3e-4,
     weight_decay: float = 0.0,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fn
-from fn.arguments import check_interval
+from fn.arguments import check_interval, checked
 from fn.errors import expected
 from fn.transforms.average import agreed
 from fn.transforms.mask_and_partition import Labels, hidden_and_other
@@ -18,6 +18,7 @@ from fn.transforms.muon import Scale
 __all__ = ["ef21_muon"]
 
 
+@checked("axis")
 def ef21_muon(
     lr: float | Tensor = 0.01,
     eta: float = 0.1,

@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 import fn
+from fn.arguments import checked
 from fn.transforms.average import agreed
 
 __all__ = ["ef21_sgdm"]
 
 
+@checked("axis")
 def ef21_sgdm(
     lr: float | Tensor = 1e-2,
     eta: float = 0.1,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_whole
+from fn.arguments import check_interval, check_is_transform, check_whole, checked
 from fn.base import combine, missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
@@ -22,6 +22,7 @@ __all__ = ["in_blocks", "muon_bp"]
 Tree = Any
 
 
+@checked("blocks")
 def in_blocks(inner: fn.Transform, blocks: int | AxisNames, dim: int = 0) -> fn.Transform:
     """Cut each tensor into blocks along a dimension, let a transform work on the blocks, and join what it returns.
 
@@ -78,6 +79,7 @@ def in_blocks(inner: fn.Transform, blocks: int | AxisNames, dim: int = 0) -> fn.
     return combine([inner], init, compose, fn.Facts(whole=("in_blocks",)))
 
 
+@checked("momentum", "shards", "blocks")
 def muon_bp(
     lr: float | Tensor = 0.02,
     momentum: float = 0.95,

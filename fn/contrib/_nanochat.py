@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_whole
+from fn.arguments import check_interval, check_is_transform, check_whole, checked
 from fn.base import check_state
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
@@ -117,6 +117,7 @@ def scale_by_nanochat(
     return fn.chain(*momentum, rows, iterations, fn.lift(init, update)._replace(facts=whole))
 
 
+@checked("momentum")
 def nanochat(
     lr: float | Tensor = 0.02,
     momentum: float = 0.95,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_number, check_whole
+from fn.arguments import check_interval, check_is_transform, check_number, check_whole, checked
 from fn.base import Guarded, check_params, check_state, facts_of, unchanged
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.simulation import replicated_if_equal
@@ -44,6 +44,7 @@ def hashed(x: int) -> int:
     return x ^ (x >> 15)
 
 
+@checked("turn", "ranks", "seed")
 def random_pairs(turn: int, ranks: int, seed: int = 0) -> list[int]:
     """Return for each rank its partner in a turn; one of an odd number of ranks is its own.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_number, check_whole
+from fn.arguments import check_interval, check_is_transform, check_number, check_whole, checked
 from fn.base import check_state, facts_of
 from fn.collectives.agreement import check_agreement, device_of
 from fn.errors import expected
@@ -56,6 +56,7 @@ class NormHistory(NamedTuple):
     variance: Tensor
 
 
+@checked("threshold", "alpha", "warmup", "far", "temperature")
 def norm_rule(threshold: float, alpha: float, warmup: int, far: float | None, temperature: float | None) -> Guard:
     """Return how `norm_guard` judges differences.
 
@@ -130,6 +131,7 @@ class GuardState(NamedTuple):
     number: Tensor
 
 
+@checked("guard")
 def guarded(sync: fn.Transform, guard: Guard) -> fn.Transform:
     """Weigh what ranks send by their norms, as a guard says: `norm_guard` with a rule of your own.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fn.arguments import checked
 from fn.kernels.table import rows
 
 _chosen: ContextVar[torch.device | None] = ContextVar("fn_accelerator", default=None)
@@ -27,6 +28,7 @@ def get_accelerator() -> torch.device:
     return _chosen.get() or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
+@checked("device")
 def set_accelerator(device: torch.device | str | None) -> None:
     """Choose the accelerator to use, in this context; None returns to torch's own choice.
 
@@ -41,6 +43,7 @@ def set_accelerator(device: torch.device | str | None) -> None:
     _chosen.set(None if device is None else torch.device(device))
 
 
+@checked("index")
 def device_name(index: int | None = None) -> str:
     """Return the accelerator's name with an index, as tensors take it: "cuda:1", or "cpu"."""
     device = get_accelerator()
@@ -54,6 +57,7 @@ def on_accelerator(x: Any) -> bool:
     return isinstance(x, Tensor) and x.device.type == get_accelerator().type
 
 
+@checked("x")
 def pin_memory(x: Tensor) -> Tensor:
     """Return x in page-locked memory where an accelerator can use that, and x itself everywhere else."""
     if x.device.type != "cpu" or get_accelerator().type == "cpu" or not torch.accelerator.is_available():
@@ -64,6 +68,7 @@ def pin_memory(x: Tensor) -> Tensor:
         return x
 
 
+@checked("device_type")
 def communication_backend(device_type: str | None = None) -> str:
     """Return the backend for process groups of a device: an override, the table's, torch's default, else gloo.
 
@@ -85,6 +90,7 @@ def communication_backend(device_type: str | None = None) -> str:
         return "gloo"
 
 
+@checked("device_type", "backend")
 def set_communication_backend(device_type: str, backend: str | None) -> None:
     """Override a device's communication backend; None takes the override away.
 
@@ -100,6 +106,7 @@ def set_communication_backend(device_type: str, backend: str | None) -> None:
         _backends[device_type] = backend
 
 
+@checked("device_type")
 def compressed_transport(device_type: str | None = None) -> str:
     """Return the backend that carries codes for a device: the table's, else its communication backend."""
     device_type = device_type or get_accelerator().type

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.arguments import checked
 from fn.errors import expected
 from fn.kernels import known_answers
 from fn.kernels.flags import temporarily
@@ -125,6 +126,7 @@ def register(row: Accelerator) -> None:
         _forget(row.device_type)
 
 
+@checked("row")
 def unregister(row: Accelerator) -> None:
     """Take a registered row out again. Raises: ValueError if it is not there."""
     with _lock:
@@ -362,6 +364,7 @@ class Table(NamedTuple):
         return f"<table>{line('th', ['kernel', *self.providers])}{''.join(body)}</table>{notes}"
 
 
+@checked("progress")
 def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
     """Return the accelerator table of this machine: the devices that are here, and those somebody registered.
 

@@ -118,8 +118,6 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                     _show_measured(arguments, model, compute, job, links)
         else:
             _show(arguments, model, compute, _given(arguments), arguments.memory or MEMORY, lambda net: {})
-    except BrokenPipeError:
-        raise  # nobody reads any more, which is no fault of the arguments
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 

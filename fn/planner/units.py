@@ -18,6 +18,9 @@ _RATES = {
 _DURATIONS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
+LEAST, LARGEST = 1e-12, 1e24
+"""Between these are bandwidths and durations: in the product of those that are left no number overflows."""
+
 MOST = 10**15
 """The largest count. What is predicted for more, bytes times ranks, is beyond what torch keeps in a size."""
 
@@ -33,12 +36,13 @@ def bits_per_second(text: str) -> float:
     wanted = "a bandwidth such as 100mbit, 10gbit or 25gbyte"
     if text.rstrip().endswith(("Bps", "BPS")):
         raise ValueError(f"{text!r} may mean bits or bytes; expected {wanted}")
-    return _parse(text, _RATES, wanted)
+    return _within(text, _parse(text, _RATES, wanted), wanted)
 
 
 def seconds(text: str) -> float:
     """Return a duration in seconds: "350ms", "1.2s", "5us". Raises: ValueError as `bits_per_second`."""
-    return _parse(text, _DURATIONS, "a duration such as 5us, 350ms or 1.2s")
+    wanted = "a duration such as 5us, 350ms or 1.2s"
+    return _within(text, _parse(text, _DURATIONS, wanted), wanted)
 
 
 def count(text: str) -> int:
@@ -64,6 +68,12 @@ def part(text: str, wanted: str = "a part such as 1/100 or 0.01, above 0 and at 
         number = 0.0
     if not 0 < number <= 1:
         raise ValueError(f"{text!r} is not {wanted}")
+    return number
+
+
+def _within(text: str, number: float, wanted: str) -> float:
+    if not LEAST <= number <= LARGEST:
+        raise ValueError(f"{text!r} is out of range; expected {wanted}, from {LEAST:g} to {LARGEST:g}")
     return number
 
 

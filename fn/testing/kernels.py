@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.arguments import checked
 from fn.kernels import known_answers
 from fn.kernels.layout import bytes_for
 from fn.kernels.reference import REFERENCES
@@ -50,6 +51,7 @@ class Report(NamedTuple):
         return "\n".join([f"{word}: {self.device_type}, {self.checks} checks of {self.kernels} kernels", *self.faults])
 
 
+@checked("ops", "sizes")
 def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) -> Report:
     """Compare every kernel of a row with the reference, and the ops around it with torch's rules for ops.
 

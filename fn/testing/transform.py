@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_is_transform
+from fn.arguments import check_is_transform, checked
 from fn.base import Phase, Round, Transform, apply_updates, facts_of
 from fn.collectives.axis import ALONE, axis_index, current_binding, names, rank_dims
 from fn.collectives.primitives import all_gather
@@ -32,6 +32,7 @@ SCANNED, IN_A_ROW, OF_A_KIND = 100_000, 3, 6
 """How many steps of a schedule are read; how many equal ones are taken in a row, and in all of each phase or round."""
 
 
+@checked("schedule")
 def check_transform(
     tx: Transform, params: Tree, schedule: Schedule, *, axis: str | tuple[str, ...] | None = None
 ) -> Report:

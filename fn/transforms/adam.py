@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_number
+from fn.arguments import check_flag, check_interval, check_is_transform, check_number
 from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, links_of, missing, says
 from fn.collectives.agreement import device_of
 from fn.errors import expected
@@ -195,6 +195,7 @@ def scale_by_onebit_adam(
     """
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
+    check_flag("bias_correction", bias_correction)
     limit = limit_of(max_step)
     # Behind an average a tensor without a gradient has one of zero; where `sync` sends nothing, this sees pieces.
     awaits = bias_correction and bool(facts_of(sync).axes)

@@ -115,6 +115,7 @@ def average(
 
     Paper: in codes, Xie et al., LoCo (arXiv 2407.04480), whose gradients for Adam travel in 4 bits.
     """
+    layouts.check_layout(layout)
     if codec is None:
         if feedback is not None:
             raise ValueError("feedback: is given without a codec; give one, for an exact mean has no residual errors")

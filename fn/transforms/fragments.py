@@ -27,20 +27,20 @@ def check_fragments(fragments: Any) -> None:
         raise ValueError(expected("fragments", "a number of at least 1", f"{fragments}"))
 
 
-def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
-    """Return the places of each fragment's leaves, among the leaves of the params.
+def fragment_places(fragments: Fragments, params: Tree) -> dict[int, list[int]]:
+    """Return {number of a fragment: places of its leaves among the leaves of the params}, in the order of the numbers.
 
-    If P is greater than the number of leaves, fragments without a leaf are left out.
+    Fragments without a leaf are left out, so that a state is no longer than the params whatever a function answers.
 
     Raises: ValueError if a function returns another structure than that of the params, or a number below 0; TypeError
         if it returns what is no whole number.
     """
     count = len(tree.leaves(params))
     if fragments is None:
-        return [[*range(count)]]
+        return {0: [*range(count)]}
     if isinstance(fragments, int):
         # At least one, even without leaves: a state has an entry for each fragment.
-        return [[*range(f, count, fragments)] for f in range(min(fragments, max(count, 1)))]
+        return {f: [*range(f, count, fragments)] for f in range(min(fragments, max(count, 1)))}
     numbered = tree.in_order(fragments(params), params, "fragments")
     numbers_of = tree.leaves(numbered)
     for path, number in zip(tree.paths(numbered), numbers_of, strict=True):
@@ -49,15 +49,14 @@ def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
             raise TypeError(expected("fragments", f"leaf {path!r} to be a whole number", f"{number!r}"))
         if number < 0:
             raise ValueError(expected("fragments", f"leaf {path!r} to be a number from 0", f"{number}"))
-    # A number that no leaf has makes an empty fragment: rounds name fragments by their numbers.
-    parts: list[list[int]] = [[] for _ in range(1 + max(numbers_of, default=0))]
+    parts: dict[int, list[int]] = {int(number): [] for number in sorted(numbers_of)} or {0: []}
     for place, number in enumerate(numbers_of):
         parts[number].append(place)
     return parts
 
 
-def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> Sequence[int]:
-    """Return the places of a fragment that a round names.
+def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> tuple[int, Sequence[int]]:
+    """Return which entry of a state is of the fragment that a round names, and the places of its leaves.
 
     A fragment behind the last leaf is empty: several param groups may have different numbers of leaves, and a function
     numbers them together.
@@ -65,11 +64,11 @@ def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> 
     Raises: ValueError if there is none of that number.
     """
     parts = fragment_places(fragments, params)
-    if fragment < len(parts):
-        return parts[fragment]
+    if fragment in parts:
+        return [*parts].index(fragment), parts[fragment]
     count = fragments if isinstance(fragments, int) else len(parts)
     if callable(fragments) or fragment < count:
-        return ()
+        return 0, ()
     cure = "give fn.every and fn.outer the same number of fragments"
     raise ValueError(expected(f"phase.{field}", f"one of {count} fragments, from 0", f"{fragment}", cure))
 

@@ -339,7 +339,7 @@ def check_hyper(h: LambHyper) -> None:
         check_number(name, getattr(h, name))
     if not 0 < h.factor_min <= h.factor_max:
         raise ValueError(expected("factor_min, factor_max", "0 < min <= max", f"{h.factor_min}, {h.factor_max}"))
-    if h.factor_threshold < 0:
+    if not h.factor_threshold >= 0:
         raise ValueError(expected("factor_threshold", "a number of at least 0", f"{h.factor_threshold}"))
 
 

@@ -16,7 +16,7 @@ from fn.arguments import check_flag, check_is_transform, check_number, check_who
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, missing, says, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
@@ -156,6 +156,7 @@ def low_rank_average(
         makes it NaN. Whether a matrix is all zero is asked of the mean, and not of a rank's own.
     """
     feedback = classic() if feedback is None else feedback
+    names(axis)
     _check(rank, feedback, min_rate, orthonormal)
     for name, value in (("multiple_of", multiple_of), ("iterations", iterations)):
         check_whole(name, value, 1)

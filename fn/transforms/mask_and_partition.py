@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_is_transform
+from fn.arguments import check_is_transform, check_kind
 from fn.base import (
     Exchange,
     NewParams,
@@ -220,6 +220,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     """
 
     # Ranks meet label by label: those that spelled the mapping in another order would wait for each other without end.
+    check_kind("transforms", transforms, Mapping, "a mapping from labels to transforms")
     transforms = dict(sorted(transforms.items()))
     for label, transform in transforms.items():
         check_is_transform(f"transforms[{label!r}]", transform)

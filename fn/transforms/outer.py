@@ -72,8 +72,8 @@ class OuterState(NamedTuple):
     inner: the state of the inner optimizer. It is each rank's own, and no exchange changes it.
     anchor: the params that all ranks agreed on last, in float32 where params are in half precision.
     pending: the mean pseudo-gradients for the next outer step, this rank's own until they are averaged.
-    outer: the states of the outer optimizer, one per fragment; () for a fragment without params, as in `sync`, `begun`.
-    sync: the states of the transform that averages, one per fragment.
+    outer: the states of the outer optimizer, one per fragment that has params, in the order of their numbers.
+    sync: the states of the transform that averages, one per fragment, as those below.
     alone: local steps since the warm-up, 0-d int64.
     dropped: local steps that this rank left out because they were not finite, 0-d int64.
     left_out: exchanges that all ranks left out because a mean or an outer step was not finite, 0-d int64.
@@ -228,7 +228,7 @@ def outer(
         # difference would be zero.
         anchor = tree.map(lambda p: as_anchor(p.detach().clone(memory_format=torch.contiguous_format)), params)
         zeros = tree.leaves(tree.map(zeros_like_moment, params))
-        parts = [[zeros[i] for i in places] for places in fragment_places(fragments, params)]
+        parts = [[zeros[i] for i in places] for places in fragment_places(fragments, params).values()]
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         # Counters lie where the params do: on the host each step would wait for the device to count.
         device = device_of(params)
@@ -262,15 +262,17 @@ def outer(
         """Return what the ranks of an island have alike, which vmap cannot know."""
         return replicated_if_equal(x, inside) if inside else x
 
-    def chosen(number: int, state: OuterState, params: Tree, field: str) -> tuple[Tree, list[Tensor], Sequence[int]]:
-        """Return the params in the order of the state, their leaves, and the places of those of a fragment."""
+    def chosen(
+        number: int, state: OuterState, params: Tree, field: str
+    ) -> tuple[Tree, list[Tensor], int, Sequence[int]]:
+        """Return the params in the order of the state, their leaves, and the entry and the places of a fragment."""
         check_state(state, OuterState)
         params = tree.in_order(params, state.anchor, "params")
-        return params, tree.leaves(params), places_in(fragments, params, number, field)
+        return params, tree.leaves(params), *places_in(fragments, params, number, field)
 
     def difference(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs, and whether it is finite."""
-        params, leaves, places = chosen(number, state, params, "begin")
+        params, leaves, number, places = chosen(number, state, params, "begin")
         if not places:
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
@@ -298,7 +300,7 @@ def outer(
 
     def mean(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Average the pseudo-gradients over the ranks; keep the mean, and the residual errors if it is finite."""
-        params, leaves, places = chosen(number, state, params, "begin")
+        params, leaves, number, places = chosen(number, state, params, "begin")
         if not places:
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
@@ -319,7 +321,7 @@ def outer(
 
     def outer_step(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Take the outer step, if the exchange has begun."""
-        params, leaves, places = chosen(number, state, params, "end")
+        params, leaves, number, places = chosen(number, state, params, "end")
         # A flag on a device is not read here: the outer step is computed, and not selected below.
         if not places or _is_known(~state.begun[number]):
             return params, state

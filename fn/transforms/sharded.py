@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import roles, tree
-from fn.arguments import check_interval, check_is_transform
+from fn.arguments import check_flag, check_interval, check_is_transform
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says, update_in
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
@@ -220,15 +220,18 @@ def sharded(
         cure += "tree; a link of your own that is element-wise says so, fn.lift(..., elementwise=True)"
         raise ValueError(expected("inner", "element-wise links", got, cure))
     layouts.check_layout(layout)
+    if master is not None:
+        check_flag("master", master)
     if momentum is not None:
         check_interval("momentum", momentum, "[0, 1)")
         if gather_feedback is not None:
             raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
-    codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
+    feedback = (off() if codec is None else classic()) if feedback is None else feedback
+    codec = identity() if codec is None else codec
     back = off() if gather_feedback is None else gather_feedback
     rules = Rules(axis, codec, feedback, gather, back, momentum, master, layout)
     hops(axis, codec, feedback)
-    hops(axis, gather or identity(), rules.gather_feedback, ("gather", "gather_feedback"))
+    hops(axis, identity() if gather is None else gather, rules.gather_feedback, ("gather", "gather_feedback"))
 
     def as_inner(structure: Any, shards: list[Tensor]) -> Tree:
         return tree.unflatten(structure, shards) if layout == "per_tensor" else shards

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
+from fn.arguments import check_kind
 from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, has_phase, missing, update_in
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, device_of
@@ -215,6 +216,7 @@ def labelled(
 
     Args: named: what `fn.transforms.mask_and_partition.hidden_and_other` returned for these labels.
     """
+    check_kind("shards", shards, (str, Shards), "the name of one axis, fn.Shards or None")
     if isinstance(shards, str) or shards.shapes is None:
         axis = shards if isinstance(shards, str) else shards.axis
 

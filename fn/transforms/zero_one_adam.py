@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.arguments import check_is_transform
+from fn.arguments import check_flag, check_is_transform
 from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, facts_of, says
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import replicated_if_equal
@@ -192,6 +192,7 @@ def scale_by_zero_one_adam(
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
     check_rate(lr)
+    check_flag("bias_correction", bias_correction)
     limit = limit_of(max_step)
 
     def init(params: Tree) -> ZeroOneAdamState:

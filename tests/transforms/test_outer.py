@@ -269,7 +269,7 @@ def test_a_fragment_may_be_empty(codec: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "fragments", [20_000, lambda params: {k: 20_000 * (k == "d") for k in params}], ids=["number", "function"]
+    "fragments", [20_000, lambda params: {k: 10**12 * (k == "d") for k in params}], ids=["number", "function"]
 )
 def test_a_fragment_without_params_has_no_state_and_asks_nothing_of_the_other_ranks(fragments: Any) -> None:
     calls: list[str] = []
@@ -286,6 +286,15 @@ def test_a_fragment_without_params_has_no_state_and_asks_nothing_of_the_other_ra
         updates, state = tx.update(when)(start(), state, params)
         params = fn.apply_updates(params, updates)
     assert all(p.isfinite().all() for p in tree.leaves(params))
+
+
+def test_fragments_are_exchanged_by_the_numbers_that_a_function_gives_them() -> None:
+    numbers = {"a": 7, "b": 3, "c": 10**9, "d": 3}
+    w = World(fn.outer(sgd(), sgd(1.0), exact(), fragments=lambda params: numbers), 2)
+    for number in (5, 10**9, 3, 7):
+        w.step(Round(number, number), gradients(2, 0))
+        alike = {k for k, p in w.params.items() if torch.equal(p[0], p[1])}
+        assert alike == {k for k, of_leaf in numbers.items() if of_leaf == number}
 
 
 def params_of(n: int) -> list[Any]:

@@ -46,7 +46,7 @@ from fn.adapters.optim.state_dict import (
     place_of,
     restore,
 )
-from fn.arguments import check_whole
+from fn.arguments import check_whole, checked
 from fn.collectives.agreement import calling
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp import tell_all, timeout_of
@@ -63,6 +63,7 @@ _pending: set[Future[Path]] = set()
 _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fn-checkpoint")
 
 
+@checked("folder", "group", "keep")
 def save(folder: str | Path, optimizer: Core, extra: Tree = None, *, keep: int = 2, group: Group = None) -> Path:
     """Save a checkpoint; every rank must call it at the same step, with a folder that all of them see.
 
@@ -96,6 +97,7 @@ def save(folder: str | Path, optimizer: Core, extra: Tree = None, *, keep: int =
         return _write(Path(folder), rows.to_save(optimizer, extra), keep, group, optimizer.wires)
 
 
+@checked("folder", "group", "keep")
 def save_async(
     folder: str | Path, optimizer: Core, extra: Tree = None, *, keep: int = 2, group: Group = None
 ) -> Future[Path]:
@@ -123,6 +125,7 @@ def save_async(
     return future
 
 
+@checked("folder", "name")
 def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str | None = None) -> Tree:
     """Load the newest checkpoint of a folder; every rank must call it.
 
@@ -164,6 +167,7 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
     return tree.unflatten(tree.flatten(extra)[1], [state[EXTRA + path] for path in tree.paths(extra)])
 
 
+@checked("group")
 def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
     """Return a state dict of all ranks on rank 0, None elsewhere; every rank must call it at the same step.
 

@@ -314,7 +314,12 @@ class Reader(filesystem.FileSystemReader):
             for key, saved in self._metadata.state_dict_metadata.items():
                 if type(saved) is not TensorStorageMetadata or type(saved.size) is not torch.Size:
                     raise TypeError(expected(f"{key!r}", "a tensor", type(saved).__name__))
-                self.forms[key] = saved.size, saved.properties.dtype
+                # What is no dtype, or one of which there are no zeros to read into, is refused here, by its key.
+                if type(dtype := saved.properties.dtype) is not torch.dtype:
+                    raise TypeError(expected(f"{key!r}", "a dtype", f"{dtype!r}"))
+                torch.zeros(0, dtype=dtype, device="cpu")
+                torch.empty(saved.size, dtype=dtype, device="meta")
+                self.forms[key] = saved.size, dtype
             for entry in self._metadata.storage_data.values():
                 if entry.relative_path not in verified:
                     raise ValueError(f"names {entry.relative_path!r}, a file without a digest")

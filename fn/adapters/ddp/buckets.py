@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fn.adapters.optim.groups import as_list
+from fn.arguments import checked
 from fn.errors import expected
 
 BUCKET = 3 << 20
@@ -47,6 +48,7 @@ def enough(device: torch.device) -> int:
     return BUCKET if device.type == "cpu" else BUCKET_OF_ACCELERATOR
 
 
+@checked("elements")
 def bucketed(params: Iterable[Any], elements: int | None = None) -> list[dict[str, Any]]:
     """Split parameters, or param groups, into param groups that `overlap` sends one by one.
 

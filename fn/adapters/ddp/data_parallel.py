@@ -34,6 +34,7 @@ from fn.adapters.labels import labels_of
 from fn.adapters.optim.core import land
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
+from fn.arguments import checked
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around
@@ -75,17 +76,18 @@ def keep_local(model: Any) -> Any:
     [[1.0, 2.0]]
     >>> dist.destroy_process_group()
     """
-    checked, gradients_of = _check(model), BucketGradients()
+    wrapped, gradients_of = _check(model), BucketGradients()
 
     def looked_at(state: Any, bucket: Any) -> Any:
-        if bucket.buffer().layout == torch.strided:
+        if not isinstance(bucket, tuple) and bucket.buffer().layout == torch.strided:
             gradients_of(bucket)  # for what it refuses
-        return noop_hook(state, bucket)
+        return _left_alone(state, bucket)
 
-    _hook(checked, _unless_joining(checked, looked_at))
+    _hook(wrapped, _unless_joining(wrapped, looked_at))
     return model
 
 
+@checked("least_wire_seconds")
 def overlap(
     model: nn.Module, optimizer: Optimizer, *, scaler: Any = None, least_wire_seconds: float = LEAST_WIRE_SECONDS
 ) -> Overlap:
@@ -155,7 +157,9 @@ def overlap(
     with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
     running = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds)
-    if isinstance(model, DistributedDataParallel):
+    if isinstance(model, DistributedDataParallel) and _is_reduced_in_python(model):
+        _hook(model, _unless_joining(model, _left_alone))  # nobody tells of a pass, so `step` sends all of it
+    elif isinstance(model, DistributedDataParallel):
         hook = DdpHook(running)
         _hook(model, _unless_joining(model, lambda state, bucket: hook(_dense(bucket))))
     else:
@@ -165,6 +169,7 @@ def overlap(
     return running
 
 
+@checked("optimizer")
 def close(optimizer: Optimizer | GradientAverage) -> None:
     """End the threads of `overlap`, and give back their process groups; wait for a mean that is on its way.
 
@@ -185,6 +190,7 @@ def close(optimizer: Optimizer | GradientAverage) -> None:
         land(optimizer)
 
 
+@checked("params", "elements", "least_wire_seconds")
 def optimizer(
     model: Any,
     make: Callable[..., Transform],
@@ -257,6 +263,7 @@ def over_ranks(
         return Optimizer(params, partial(make, axis=AXIS), **options)
 
 
+@checked("schedule", "elements", "servers")
 def average_gradients(
     model: Any,
     codec: Codec | None = None,
@@ -271,9 +278,10 @@ def average_gradients(
     """Let DDP average gradients in codes, behind the backward pass, for any optimizer.
 
     What travels together is fixed by the order of the model's parameters, so errors outlive the rearrangement of
-    DDP's buckets. `no_sync` adds gradients up and communicates once. Gradients are averaged when `backward` returns,
-    so `clip_grad_norm_` clips by the global norm of their mean. Parameters that are thawed later are not averaged, as
-    under DDP, with a warning.
+    DDP's buckets. Under torch._dynamo.config.optimize_ddp = "python_reducer" each gradient travels alone, and nothing
+    is hidden behind the backward pass. `no_sync` adds gradients up and communicates once. Gradients are averaged when
+    `backward` returns, so `clip_grad_norm_` clips by the global norm of their mean. Parameters that are thawed later
+    are not averaged, as under DDP, with a warning.
 
     Args:
         model: a `DistributedDataParallel` without a communication hook.
@@ -312,14 +320,19 @@ def average_gradients(
     schedule = schedule or (lambda step: Phase.COMPRESSED)
     transform = chain(exact_average(AXIS), in_codes)
     elements = enough(params[0].device) if elements is None else elements
-    buckets = split(params, elements)
+    # Without a reducer gradients come one by one, and nobody says which of them is the last of a pass.
+    in_python = _is_reduced_in_python(model)
+    buckets = [[p] for p in params] if in_python else split(params, elements)
     with bind({AXIS: group}), torch.no_grad():
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
         states = tuple(transform.init([p.detach() for p in bucket]) for bucket in buckets)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
     running = GradientAverage(buckets, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
     hook = DdpHook(running)
-    _hook(model, lambda state, bucket: hook(_dense(bucket)))  # DDP reads annotations of anything else
+    if in_python:
+        _hook(model, lambda state, bucket: running.on_gradient(*bucket))
+    else:
+        _hook(model, lambda state, bucket: hook(_dense(bucket)))  # DDP reads annotations of anything else
     return running
 
 
@@ -333,6 +346,19 @@ def _check(model: Any) -> DistributedDataParallel:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(expected("model", "a DistributedDataParallel", type(model).__name__))
     return model
+
+
+def _is_reduced_in_python(model: DistributedDataParallel) -> bool:
+    """Return whether DDP was made under torch._dynamo.config.optimize_ddp = "python_reducer".
+
+    Its hook is then called inside of compiled graphs, with a pair (gradient, parameter).
+    """
+    return bool(getattr(model, "_use_python_reducer", False))
+
+
+def _left_alone(state: Any, bucket: Any) -> Any:
+    """Return gradients as they are, to either of DDP's reducers."""
+    return None if isinstance(bucket, tuple) else noop_hook(state, bucket)
 
 
 def _dense(bucket: Any) -> Any:
@@ -448,6 +474,8 @@ def _unless_joining(model: DistributedDataParallel, hook: Callable[[Any, Any], A
 
 
 def _hook(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> None:
+    if _is_reduced_in_python(model):  # a compiler would trace threads and messages
+        hook = torch._dynamo.disable(hook)
     try:
         model.register_comm_hook(None, hook)
     except RuntimeError as error:

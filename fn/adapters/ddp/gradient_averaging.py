@@ -60,8 +60,10 @@ class GradientAverage:
         self._order = leaving_order(buckets, params)
         self._threads = Threads([binding], params[0].device)
         self._phase, self._pass = Phase.WARMUP, None
+        self._task, self._was_finite = -1, True  # of gradients that come alone
 
     _pass: BackwardPass | None
+    _job_of_pass: Callable[[int, list[Tensor]], Callable[[], Any]]
 
     @property
     def phase(self) -> Phase:
@@ -73,6 +75,12 @@ class GradientAverage:
 
         Raises: ValueError in the local phase and after `close`: nobody would average.
         """
+        self._prepare()
+        self._pass = BackwardPass(self._threads, self._buckets, self._order, self._job_of_pass)
+        return self._pass
+
+    def _prepare(self) -> None:
+        """Take over what the jobs of a pass are computed with."""
         if not self._threads:
             text = "nobody averages them any more, for average_gradients was closed"
             raise ValueError(f"gradients: {text}; wrap the module anew: DistributedDataParallel(model.module)")
@@ -81,9 +89,7 @@ class GradientAverage:
             raise ValueError("schedule: asks for the local phase; gradients have only a warm-up and a compressed one")
         self._warn_of_thawed()
         scale = None if self._scaler is None else float(self._scaler.get_scale())
-        job_of = partial(self._job_of, self._transform.update(self._phase), scale)
-        self._pass = BackwardPass(self._threads, self._buckets, self._order, job_of)
-        return self._pass
+        self._job_of_pass = partial(self._job_of, self._transform.update(self._phase), scale)
 
     def _warn_of_thawed(self) -> None:
         """Warn, once, of parameters that DDP does not know: their gradients stay each rank's own."""
@@ -109,6 +115,31 @@ class GradientAverage:
             return bool(all_finite(means)), after
 
         return average
+
+    def on_gradient(self, grad: Tensor, p: Tensor) -> None:
+        """Average a gradient that comes alone, in a bucket of its own, before the backward pass goes on.
+
+        A DDP without a reducer calls it inside of a compiled graph. There no callback says that a pass is over, so
+        nothing may wait for its end, and the first gradient counts the step. Errors of a tensor are taken over where
+        that tensor is finite.
+        """
+        task = torch._C._current_graph_task_id()
+        is_first = task != self._task
+        if is_first:
+            self._prepare()
+        place = next(i for i, (own,) in enumerate(self._buckets) if own is p)
+        sent = BackwardPass(self._threads, self._buckets, [place], self._job_of_pass)
+        sent.arrive([p], [grad])
+        ((is_finite, after),) = sent.results()
+        self._threads.catch_up()
+        if is_first:
+            self._task, self._was_finite, self.bytes[self._phase] = task, True, 0
+            self.steps += 1
+        if is_finite:
+            self.states = tuple(after if i == place else state for i, state in enumerate(self.states))
+        elif self._was_finite:
+            self._was_finite, self.skipped = False, self.skipped + 1
+        self.bytes[self._phase] += sent.bytes
 
     def on_last(self) -> None:
         """Send what DDP says nothing of, with zeros."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fn.arguments import check_interval, check_whole
+from fn.arguments import check_interval, check_whole, checked
 from fn.collectives import messages
 from fn.collectives.agreement import check_agreement, describe_leaves, device_of
 from fn.collectives.axis import axis_size
@@ -71,6 +71,7 @@ class Reduction(NamedTuple):
     inter: Stage
 
 
+@checked("tensors", "errors", "local_axis", "node_axis")
 def loco_quant_reduce(
     tensors: Sequence[Tensor],
     errors: LocoErrors | None = None,
@@ -124,6 +125,7 @@ def loco_quant_reduce(
     return outputs, LocoErrors(tuple(intra), tuple(inter), counter)
 
 
+@checked("tensors", "local_axis", "node_axis")
 def quant_reduce(tensors: Sequence[Tensor], *, local_axis: str, node_axis: str) -> list[Tensor]:
     """Reduce gradients in two stages of 4 bits without feedback: ZeRO++'s qgZ, as DeepSpeed's ZeRO-3 does.
 

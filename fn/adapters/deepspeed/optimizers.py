@@ -31,6 +31,7 @@ from fn.adapters.donate import write_back
 from fn.adapters.optim.core import Unit
 from fn.adapters.optim.groups import hyper_parameters
 from fn.adapters.optim.optimizer import Optimizer, Params
+from fn.arguments import checked
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.primitives import pmean
@@ -41,6 +42,13 @@ from fn.schedules import Schedule, freeze_after, zero_one_schedule
 Tree = Any
 Group = dist.ProcessGroup | Communicator
 AXIS = "data"
+
+
+SETTINGS = (
+    "bias_correction", "eps_inside_sqrt", "amsgrad", "cuda_aware", "comm_backend_name", "initialising_call", "betas",
+    "max_grad_norm",
+)  # fmt: skip
+"""Arguments of all drop-ins whose kinds nothing else looks at."""
 
 
 class DeepSpeedOptimizer(Optimizer):
@@ -239,6 +247,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         steps are skipped on all ranks.
     """
 
+    @checked("freeze_step", *SETTINGS)
     def __init__(
         self,
         params: Params,
@@ -286,6 +295,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
     Differs: a restart in the frozen phase continues; there it updates the variance with local gradients.
     """
 
+    @checked(*SETTINGS)
     def __init__(
         self,
         params: Params,
@@ -351,6 +361,7 @@ class OnebitLamb(DeepSpeedOptimizer):
 
     freeze_flag = "lamb_freeze_key"
 
+    @checked("freeze_step", *SETTINGS)
     def __init__(
         self,
         params: Params,
@@ -440,6 +451,7 @@ BACKENDS = ("nccl", "mpi", "hccl", "compressed")
 """The values of `comm_backend_name`."""
 
 
+@checked("config")
 def from_config(params: Params, config: Mapping[str, Any], **more: Any) -> DeepSpeedOptimizer:
     """Make the optimizer that the optimizer block of a DeepSpeed configuration describes.
 

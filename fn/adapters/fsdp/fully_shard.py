@@ -25,6 +25,7 @@ from fn import tree
 from fn.adapters.fsdp.comms import CompressedAllGather, CompressedReduceScatter, ReplicaMean
 from fn.adapters.fsdp.groups import Group, groups_of
 from fn.adapters.optim.state_dict import check_keys, check_tensor
+from fn.arguments import checked
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
 from fn.collectives.codecs.codec import Codec
@@ -51,6 +52,7 @@ class Replicas(NamedTuple):
     servers: bool = True
 
 
+@checked("module", "codec", "feedback")
 def compress(
     module: nn.Module,
     codec: Codec | None = None,

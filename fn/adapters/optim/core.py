@@ -123,6 +123,9 @@ class Core(torch.optim.Optimizer):
         max_norm: the norm to which `gradients` clips; None: it does not.
     """
 
+    islands = ""
+    """An axis whose ranks come and go: they are bound in exchanges only."""
+
     _step_supports_amp_scaling = True  # a GradScaler then always calls step, also on the rank that saw an Inf
 
     def __init__(

@@ -7,6 +7,7 @@ contributes NaN, and all ranks skip together. The scalers need not agree: what i
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -146,6 +147,51 @@ def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
 
 CLOSE = 1e-5
 """Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
+
+
+class ClippedBefore:
+    """Warns, once, where a script clips the gradients that the optimizer clips by `max_norm`.
+
+    Whoever clips writes into gradients and leaves them at one norm, step after step. That is told from chance by three
+    steps of one norm, or by two of `max_norm` itself, or by that in the first step. It costs a pass over gradients that
+    something has written into since they were made, and no wait: on a device the norm of the last step is read.
+    """
+
+    def __init__(self) -> None:
+        self.is_first, self.is_told = True, False
+        self.at_bound, self.alike = 0, 0  # steps in a row whose norm is max_norm, or that of the step before
+        self.last: list[list[float]] | None = None
+        self.coming: Tensor | None = None  # of a device, which is read when the next step comes
+
+    def look(self, params: Sequence[Tensor], grads: Grads, max_norm: float) -> None:
+        """Look at the gradients of a step. Args: grads: unscaled, and not clipped by the optimizer yet."""
+        if self.is_told or not any(p.grad is not None and p.grad._version for p in params):
+            self.is_first, self.at_bound, self.alike, self.last, self.coming = False, 0, 0, None, None
+            return
+        each = [g for group in grads for g in group if g.numel()]
+        device = each[0].device
+        wide = [(g, torch.promote_types(g.dtype, torch.float32)) for g in each]
+        # (2, n): sums of magnitudes, and norms. Gradients that are signs have one norm without being clipped, and keep
+        # the former, too.
+        found = [[torch.linalg.vector_norm(g, k, dtype=t).to(device, torch.float32) for g, t in wide] for k in (1, 2)]
+        now = torch.stack([*map(torch.stack, found)])
+        ready, self.coming = (now, None) if device.type == "cpu" else (self.coming, now)
+        if ready is not None:
+            self._judge(ready.tolist(), max_norm)
+            self.is_first = False
+
+    def _judge(self, now: list[list[float]], max_norm: float) -> None:
+        norm = math.hypot(*now[1])
+        before, sums = (math.nan, now[0]) if self.last is None else (math.hypot(*self.last[1]), self.last[0])
+        changed = any(abs(a - b) > 1e-3 * b for a, b in zip(now[0], sums, strict=False))
+        self.at_bound = self.at_bound + 1 if abs(norm - max_norm) <= CLOSE * max_norm else 0
+        self.alike = self.alike + 1 if changed and abs(norm - before) <= 2e-6 * norm else 0
+        self.last = now
+        if self.at_bound > (not self.is_first) or self.alike > 1:
+            self.is_told = True
+            text = f"max_norm: gradients come clipped to a norm of {norm:.4g}, and the optimizer clips by {max_norm:g}"
+            hint = "leave clip_grad_norm_, or a trainer's own clipping, out, or give the optimizer no max_norm"
+            warnings.warn(f"{text} once more; {hint}", stacklevel=8)
 
 
 def averaged_in(transform: Transform, phase: Phase) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fn.adapters.optim.shards import pieces
+from fn.arguments import check_kind
 from fn.base import Transform
 from fn.errors import expected
 from fn.inplace.memory import is_folded, overlaps
@@ -42,6 +43,7 @@ def as_list(params: Any) -> list[Any]:
     if isinstance(params, set | frozenset):
         got = "a set, whose order differs from rank to rank"
         raise TypeError(expected("params", "a list, or another iterable with an order", got))
+    check_kind("params", params, Iterable, "an iterable of tensors, of (name, tensor) pairs or of param groups")
     listed = []
     for entry in params:
         is_group = isinstance(entry, dict) and not isinstance(entry.get("params", ()), Tensor) and "params" in entry

@@ -30,8 +30,8 @@ from fn.adapters.optim.core import (
 from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.resting import at_rest
 from fn.adapters.optim.shards import are_divided, check_divided, check_placed, division_of, pieces
-from fn.adapters.optim.state_dict import of_rank, restore_of_rank
-from fn.arguments import check_is_transform
+from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
+from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
 from fn.collectives import agreement
 from fn.collectives.axis import Binding, axis_size, current_binding
@@ -64,7 +64,8 @@ class Optimizer(Core):
             place. What is written into `group["lr"]` takes effect in the next step, and so do other hyper-parameters
             of a group, for which the transform is made again.
         max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
-            the ranks agree on where codes travel (see `fn.adapters.optim.gradients`). None: do not clip.
+            the ranks agree on where codes travel (see `fn.adapters.optim.gradients`). A script that clips before the
+            step is warned. None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
             In the first exchange of a round no two ranks may have the same: DDP may average within an island only.
@@ -107,11 +108,13 @@ class Optimizer(Core):
         refuse_averaged: bool = True,
         **defaults: Any,
     ):
+        check_flag("refuse_averaged", refuse_averaged)
         self.make, self.arguments = groups.check_make(make), groups.arguments_of(make)
         self.untrained: list[tuple[str, Tensor]] = []  # what required no gradients, and has no state
         # phases whose first step looks at its gradients
         self.doubts = {Phase.WARMUP, Phase.COMPRESSED} if refuse_averaged else set[Phase]()
         self.taken = set[Phase]()  # phases of the steps so far
+        self.clipped_before = gradients.ClippedBefore()
         given, schedule = schedule is not None, check_schedule(always_warm_up if schedule is None else schedule)
         binding, listed = current_binding(), groups.as_list(params)
         axes = axes_of(self.make, binding, listed, {"lr": lr, **defaults})
@@ -122,6 +125,7 @@ class Optimizer(Core):
             groups.spell_betas(defaults, self.arguments)
             rate = {"lr": lr, **defaults}
             super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
+        self.state = Elsewhere(dict)
         watch.at_start(self, given=given)
         warm_kernels(self.param_groups, compress=bool(roles.find(self.states, "errors")))
 
@@ -261,6 +265,9 @@ class Optimizer(Core):
             axes = [axis for axis in self.axes if axis in averaged]
             if gradients.look_at_first(grads, phase, axes, compresses=self.schedule is not always_warm_up):
                 self.doubts.discard(phase)
+        if self.max_norm is not None:
+            members = [p for unit in self.units for p in unit.members]
+            self.clipped_before.look(members, grads, float(self.max_norm))
         if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
@@ -345,6 +352,7 @@ class Optimizer(Core):
 
         Elsewhere it continues without this rank's errors, whose paths name it; `fn.adapters.checkpoint` keeps all.
         """
+        refuse_layout()
         # torch runs these hooks in its own state_dict, which is not called here.
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import numbers
 import re
+import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import Any
@@ -38,6 +40,39 @@ SPLIT = "; it was saved with other param groups: those of ddp.optimizer and buck
 """The hint in messages about paths that belong to a param group."""
 
 KEEP_ALL = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
+
+
+ASK_FOR_LAYOUT = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+)
+"""Modules of torch that read "state" and "param_groups" out of any optimizer."""
+
+
+def refuse_layout() -> None:
+    """Refuse, where the caller's caller is one of `ASK_FOR_LAYOUT`, what it cannot read, with a NotImplementedError."""
+    asking = sys._getframe(2)
+    if asking.f_globals.get("__name__") in ASK_FOR_LAYOUT:
+        while (outer := asking.f_back) is not None and outer.f_globals.get("__name__") in ASK_FOR_LAYOUT:
+            asking = outer
+        wanted = "an optimizer whose state_dict has 'state' and 'param_groups'"
+        cure = (
+            "save and load with fn.adapters.checkpoint, on any number of ranks, or each rank's opt.state_dict(); take "
+            "get_model_state_dict for the model alone; the optimizer is as it was"
+        )
+        got = "an fn.Optimizer, whose state_dict is a flat {path: tensor}"
+        raise NotImplementedError(expected(asking.f_code.co_name, wanted, got, cure))
+
+
+class Elsewhere(defaultdict[Tensor, Any]):
+    """The `state` of an optimizer whose moments are in its `states`: always empty.
+
+    Of one whose `state` is empty torch's functions for state dicts take a step, to fill it. They ask here before that.
+    """
+
+    def __bool__(self) -> bool:
+        refuse_layout()
+        return len(self) > 0
 
 
 def flat_state(core: Core) -> dict[str, Tensor]:
@@ -215,7 +250,10 @@ def lately_added(core: Core) -> set[str]:
 def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None:
     """Refuse a state in another format than this version's with a ValueError that says so."""
     if {"state", "param_groups"} <= saved.keys():
-        cure = "start anew, with a warm-up in which the moments build up again, or take them over by from_adamw"
+        cure = (
+            "load what fn.adapters.checkpoint saved, or start anew, with a warm-up in which the moments build up "
+            "again, or take them over by from_adamw"
+        )
         wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"
         raise ValueError(expected(argument, wanted, got, cure))
     found = saved.get(FORMAT)

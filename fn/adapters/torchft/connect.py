@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fn.arguments import checked
 from fn.collectives.axis import ranks_around
 from fn.errors import expected
 from fn.schedules import Every, EverySeconds, Schedule
@@ -32,6 +33,7 @@ PORT = 29510
 """Where torchft's lighthouse listens, if nothing else is said."""
 
 
+@checked("lighthouse", "host", "name", "step_seconds", "patience")
 def connect(
     schedule: Schedule,
     *,

@@ -30,11 +30,13 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from fn import roles, tree
 from fn.adapters.optim.core import Flight, device_of, note_written, stage_exchange
+from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
 from fn.adapters.torchft.checks import check, check_late, check_warmup
 from fn.adapters.torchft.handing_over import become, given_to, hand_over, made_of, state_of, takers_of
 from fn.adapters.torchft.pace import LOOKS, Goodput, Pace, clock, goodput_of
+from fn.arguments import checked
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, bind, current_binding, ranks_around
@@ -47,6 +49,7 @@ from fn.schedules import EverySeconds, Schedule
 logger = logging.getLogger("fn")
 
 
+@checked("schedule", "late", "axis", "inside")
 def optimizer(
     params: Any,
     make: Callable[..., Transform],
@@ -108,6 +111,7 @@ def optimizer(
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
     check_late(late)
+    make = check_make(make, "fn.diloco")
     ranks = Binding({_INSIDE: _ranks_of(inside)})
     with Binding({**current_binding().axes, axis: _axis(1, 0, ALONE)}):
         opt = Islands(params, partial(make, axis=axis), schedule=schedule, **more)

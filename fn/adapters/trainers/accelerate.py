@@ -35,9 +35,10 @@ __all__ = ["LocalSGD", "prepare"]
 def prepare(accelerator: Any, model: nn.Module, opt: Any) -> tuple[nn.Module, Any]:
     """Prepare a model and an optimizer of `fn` with an Accelerator: model, opt = prepare(accelerator, model, opt).
 
-    DDP then sends nothing: the optimizer communicates in opt.step(). accelerator.save_state saves each rank's own,
-    with the params that all ranks agree on as the model, and load_state continues bit for bit. Evaluate inside of
-    with fn.adapters.agreed_params(opt.optimizer):. To clip, give the optimizer max_norm.
+    DDP then sends nothing: the optimizer communicates in opt.step(). Behind a step that all ranks leave out, for a NaN
+    or Inf, accelerator.optimizer_step_was_skipped is True, and schedulers rest. accelerator.save_state saves each
+    rank's own, with the params that all ranks agree on as the model, and load_state continues bit for bit. Evaluate
+    inside of with fn.adapters.agreed_params(opt.optimizer):. To clip, give the optimizer max_norm.
 
     Args:
         accelerator: without DeepSpeed and FSDP.
@@ -65,10 +66,11 @@ def prepare(accelerator: Any, model: nn.Module, opt: Any) -> tuple[nn.Module, An
     module, number = model, len(accelerator._optimizers)
     wrapped, prepared = accelerator.prepare(model, opt)
     ranks.keep_to_itself(wrapped, local=local)
+    ranks.tell_of_skips(prepared, opt)
 
     def saving(models: list[nn.Module], weights: list[dict[str, Tensor]], folder: str) -> None:
         ranks.write(folder, ranks.of_rank(opt, module), number)
-        with agreed_params(opt):
+        with agreed_params(opt, module):
             for place, saved in enumerate(weights):
                 if local and (models[place] is module or models[place] is wrapped):
                     weights[place] = {name: x.clone() for name, x in saved.items()}

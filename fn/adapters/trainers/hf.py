@@ -26,6 +26,7 @@ from fn.adapters.agreed_params import agreed_params
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.trainers import ranks
+from fn.arguments import checked
 from fn.base import Transform
 from fn.collectives.axis import ranks_around
 from fn.collectives.codecs.codec import Codec
@@ -38,6 +39,7 @@ from fn.schedules import Schedule
 __all__ = ["Callback", "average_gradients", "factory"]
 
 
+@checked("schedule", "lr")
 def factory(
     make: Callable[..., Transform], *, lr: float | Tensor, schedule: Schedule | None = None, **numbers: Any
 ) -> tuple[Factory, dict[str, Any]]:
@@ -169,17 +171,20 @@ class Callback(_Callback):
             setattr(trainer, name, self._around(getattr(trainer, name), self.agreed))
 
     def on_train_begin(self, *args: Any, **given: Any) -> None:
-        """Let DDP leave gradients alone."""
+        """Let DDP leave gradients alone, and the scheduler rest where a step is left out."""
         ranks.keep_to_itself(self.trainer.model_wrapped, local=self.local)
+        ranks.tell_of_skips(self.trainer.optimizer, self.opt)
 
     def on_train_end(self, args: Any, state: Any, *others: Any, **given: Any) -> None:
         """Leave the model with the params that all ranks agree on, unless it is the best one of the run."""
         if not (args.load_best_model_at_end and state.best_model_checkpoint):
-            ranks.settle(self.opt)
+            ranks.settle(self.opt, self.trainer.model)
 
     def agreed(self, *args: Any) -> Any:
         """Return the context in which the model is evaluated and saved."""
-        return agreed_params(self.opt) if self.opt is not None and self.trainer.is_in_train else nullcontext()
+        if self.opt is None or not self.trainer.is_in_train:
+            return nullcontext()
+        return agreed_params(self.opt, self.trainer.model)
 
     def loading(self, checkpoint: str | None) -> Any:
         """Load this rank's optimizer where the Trainer loads rank 0's."""

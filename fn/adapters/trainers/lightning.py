@@ -16,12 +16,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from fn.adapters.agreed_params import agreed_params
+from fn.adapters.agreed_params import agreed_buffers, agreed_pairs, agreed_params, in_place_of_own
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.trainers import ranks
+from fn.arguments import checked
 from fn.base import Transform
 from fn.errors import expected
 from fn.schedules import Schedule
@@ -29,6 +31,7 @@ from fn.schedules import Schedule
 __all__ = ["FnStrategy", "optimizer"]
 
 
+@checked("module", "lr")
 def optimizer(
     module: nn.Module,
     make: Callable[..., Transform],
@@ -72,6 +75,7 @@ class FnStrategy:
         ranks.refuse(("find_unused_parameters", "False", options.get("find_unused_parameters"), ranks.UNUSED))
         super().__init__(**options)
         self.opts: list[Optimizer] = []
+        self.buffers: list[tuple[Tensor, Tensor]] = []  # and their means, while the module is validated
         self.loaded: str | None = None
 
     def setup(self, trainer: Any) -> None:
@@ -92,11 +96,21 @@ class FnStrategy:
 
     def agreed(self) -> AbstractContextManager[None]:
         """Return the context in which the module has the params that all ranks agree on."""
-        return agreed_params(self.opts[0]) if len(self.opts) == 1 else nullcontext()
+        return agreed_params(self.opts[0], self.model) if len(self.opts) == 1 else nullcontext()
+
+    def on_validation_start(self) -> None:
+        """Average buffers, here and not in each step, of which ranks may take different numbers."""
+        super().on_validation_start()  # type: ignore[misc]
+        with torch.no_grad():
+            self.buffers = agreed_buffers(self.opts[0], [self.model]) if len(self.opts) == 1 else []
 
     def validation_step(self, *args: Any, **options: Any) -> Any:
-        """Validate with the agreed params: between these steps, callbacks may save what is the rank's own."""
-        with self.agreed():
+        """Validate with what all agree on: between these steps, callbacks may save what is the rank's own."""
+        if len(self.opts) != 1:
+            return super().validation_step(*args, **options)  # type: ignore[misc]
+        with torch.no_grad():
+            pairs = [*agreed_pairs(self.opts[0]), *self.buffers]
+        with in_place_of_own(self.opts[0], pairs):
             return super().validation_step(*args, **options)  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -108,7 +122,7 @@ class FnStrategy:
     def on_train_end(self) -> None:
         """Leave the module with the agreed params."""
         for opt in self.opts:
-            ranks.settle(opt)
+            ranks.settle(opt, self.model)
         super().on_train_end()  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **options: Any) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.agreed_params import agreed_pairs
+from fn.adapters.agreed_params import agreed_buffers, agreed_pairs
 from fn.adapters.checkpoint.rows import world
 from fn.adapters.ddp.data_parallel import keep_local, over_ranks
 from fn.adapters.optim.core import note_written
@@ -85,11 +85,32 @@ def optimizer_of(model: nn.Module, make: Callable[..., Transform], options: dict
 
 
 @torch.no_grad()
-def settle(opt: Optimizer) -> None:
-    """Leave a model with the params that all ranks agree on, at the end of its training."""
-    for p, agreed in agreed_pairs(opt):
-        p.copy_(agreed)
+def settle(opt: Optimizer, model: nn.Module) -> None:
+    """Leave a model with what all ranks agree on, at the end of its training: params, and the mean of buffers."""
+    for x, agreed in [*agreed_pairs(opt), *agreed_buffers(opt, [model])]:
+        x.copy_(agreed)
     note_written(opt)
+
+
+def tell_of_skips(prepared: Any, opt: Optimizer) -> None:
+    """Let accelerate's optimizer say of a step that all ranks leave out that it was skipped: schedulers then rest.
+
+    By itself it knows of those that a GradScaler skips. A local step that one rank alone leaves out is none, or ranks
+    would go on with different learning rates.
+    """
+    kind: Any = type(prepared)
+    if hasattr(prepared, "left_out"):
+        return
+
+    class Telling(kind):  # type: ignore[misc]
+        @property
+        def step_was_skipped(self) -> bool:
+            return bool(super().step_was_skipped) or self.left_out
+
+    Telling.__name__ = Telling.__qualname__ = kind.__name__
+    # Of another class, not with another method: to accelerate it is a property.
+    prepared.__class__, prepared.left_out = Telling, False
+    opt.register_step_post_hook(lambda *step: setattr(prepared, "left_out", not opt.moved))
 
 
 def counting(opt: Optimizer) -> Ledger:

@@ -56,7 +56,7 @@ def fp8(block: int = 256, format: str = "e4m3") -> Codec:
     Differs: each block has a scale, where the paper has one for a tensor.
     """
     block = checked_block(block)
-    if format not in MANTISSAS:
+    if format not in (*MANTISSAS,):
         raise ValueError(expected("format", "'e4m3' or 'e5m2'", f"{format!r}"))
     ops = "quantize_fp8", "dequantize_fp8"
     return in_blocks(Fp8Payload, ops, MANTISSAS[format], 8, block)._replace(make=partial(fp8, block, format))

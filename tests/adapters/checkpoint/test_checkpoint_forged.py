@@ -155,6 +155,21 @@ def test_a_leaf_of_bytes_which_torch_would_unpickle_is_refused_and_not_executed(
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize("dtype", ["float32", None, 3, torch.qint8, torch.float32])
+def test_what_is_no_dtype_of_tensors_is_refused_where_it_is_read(dtype, saved):
+    folder, found, opt = saved
+
+    def change(read: Any) -> None:
+        of_leaf = read.state_dict_metadata["extra.m"]
+        if dtype is torch.float32:  # a real one, of a tensor that cannot be
+            of_leaf.size = torch.Size((-2,))
+        else:
+            object.__setattr__(of_leaf.properties, "dtype", dtype)
+
+    forge(found, change)
+    refused(folder, opt, "is not the metadata of tensors", ".metadata")
+
+
 def test_metadata_that_name_a_file_without_a_digest_are_refused(saved):
     folder, found, opt = saved
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 from test_transactions import bits, build, phases_until, same, set_gradients
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import fn
 from fn import Phase
@@ -89,13 +91,48 @@ def test_what_several_ranks_own_is_refused():
     assert "expected the errors of one rank, or of one world, but got those of rank 0 of 1, rank 1 of 2" in text
 
 
-def test_the_state_dicts_of_torchs_own_optimizers_are_not_to_be_had_as_the_documentation_says():
-    """It also says that a step is taken where there are no gradients."""
+def readers(model: torch.nn.Module, opt: fn.Optimizer) -> dict[str, Callable[[], Any]]:
+    """Torch's functions that want "state" and "param_groups", with what they would be given."""
+    adamw = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adamw.step()
+    adamw.zero_grad()
+    flat, layout = opt.state_dict(), state_dict.get_optimizer_state_dict(model, adamw)
+    flattened = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+    of_model = model.state_dict()
+    return {
+        "get_optimizer_state_dict": lambda: state_dict.get_optimizer_state_dict(model, opt),
+        "flattened": lambda: state_dict.get_optimizer_state_dict(model, opt, options=flattened),
+        "get_state_dict": lambda: state_dict.get_state_dict(model, opt),
+        "of two": lambda: state_dict.get_state_dict(model, [opt, adamw]),
+        "set_optimizer_state_dict": lambda: state_dict.set_optimizer_state_dict(model, opt, optim_state_dict=layout),
+        "flat": lambda: state_dict.set_optimizer_state_dict(model, opt, optim_state_dict=flat),
+        "set_state_dict": lambda: state_dict.set_state_dict(
+            model, opt, model_state_dict=of_model, optim_state_dict=layout
+        ),
+        "FSDP": lambda: FullyShardedDataParallel.optim_state_dict(model, opt),
+        "load_state_dict": lambda: opt.load_state_dict(layout),
+    }
+
+
+NAMES = [*readers(torch.nn.Linear(2, 2), fn.Optimizer([torch.nn.Parameter(torch.ones(1))], fn.adamw))]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_torchs_readers_of_optimizers_are_refused_with_the_cure_and_take_no_step(name, stepped):
     model = torch.nn.Linear(2, 2)
     opt = fn.Optimizer(model.parameters(), fn.adamw)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="state"):
-            get_optimizer_state_dict(model, opt)
-        assert opt.steps == 1
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
+    reader = readers(model, opt)[name]
+    if stepped:
+        model(torch.ones(1, 2)).sum().backward()
+        opt.step()
+    before = bits(opt.states), [p.detach().clone() for p in model.parameters()], opt.steps
+    with pytest.raises((NotImplementedError, ValueError), match=r"fn\.adapters\.checkpoint"):
+        reader()
+    assert same(bits(opt.states), before[0])
+    assert all(map(torch.equal, model.parameters(), before[1]))
+    assert opt.steps == before[2] == stepped
+    assert len(opt.state) == 0
+    assert not opt.state
+    assert type(opt.state_dict()) is dict

@@ -103,6 +103,44 @@ def test_save_state_and_load_state_continue_bit_for_bit_and_the_model_of_the_fil
         assert (alike, differing, of_file) == (True, [], True)
 
 
+def learning_rates(method: str) -> tuple[list[bool], list[float], int, int]:
+    """Take four steps, the second with a NaN on rank 1; return what accelerate says of each, and the rates."""
+    accelerator = new_accelerator()
+    model, opt = accelerate.prepare(accelerator, network(), PAIRS[method])
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LinearLR(opt.optimizer, 1.0, 0.1, 12))
+    skipped, rates = [opt.step_was_skipped], []
+    for t in range(4):
+        loss = model(torch.ones(2, 8)).square().mean()
+        accelerator.backward(loss * float("nan") if t == 1 and dist.get_rank() == 1 else loss)
+        opt.step()
+        scheduler.step()
+        opt.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        rates.append(scheduler.get_last_lr()[0])
+    return skipped, rates, opt.optimizer.skipped, opt.optimizer.dropped
+
+
+@two
+def skips() -> list[Any]:
+    return [learning_rates(method) for method in ("muon", "muloco")]
+
+
+def test_behind_a_step_that_all_ranks_leave_out_the_scheduler_rests():
+    for found in two.answer("skips"):
+        skipped, rates, count, _ = found[0]
+        assert skipped == [False, False, True, False, False]
+        assert count == 1
+        assert rates[0] == rates[1] > rates[2] > rates[3]
+
+
+def test_behind_a_local_step_that_one_rank_leaves_out_learning_rates_stay_alike():
+    answers = [found[1] for found in two.answer("skips")]
+    assert [dropped for *_, dropped in answers] == [0, 1]
+    for skipped, rates, _, _ in answers:
+        assert not any(skipped)
+        assert rates == answers[0][1] == sorted(set(rates), reverse=True)
+
+
 @torch.no_grad()
 def loss_of(model: torch.nn.Module) -> float:
     x, y = examples().dataset.tensors
