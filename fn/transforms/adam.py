@@ -137,6 +137,7 @@ def scale_by_adam(
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
     """
     check_betas(b1, b2, eps)
+    check_flag("await_gradient", await_gradient)
 
     def init(params: Tree) -> AdamState:
         step, mu, nu = start_moments(params)
