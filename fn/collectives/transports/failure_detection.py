@@ -58,8 +58,20 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def peer_lost(error: BaseException, collective: str, axis: str | None, transport: str) -> PeerLost:
-    """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
+OUT_OF_STEP = (
+    "if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
+    "in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
+)
+"""Why ranks that run may not meet in a step."""
+
+
+def peer_lost(
+    error: BaseException, collective: str, axis: str | None, transport: str, *, cause: str = OUT_OF_STEP
+) -> PeerLost:
+    """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do.
+
+    Args: cause: why ranks may not meet there although none is gone.
+    """
     group = _groups.get(transport)
     abort_connections(transport)  # before the roll call: ranks that still wait for this one answer only once they fail
     lost, silent, has_store = find_lost_ranks(group) if group is not None else Roll((), ())
@@ -71,10 +83,7 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
     store = "" if has_store else "; the key-value store, which rank 0 or its launcher hosts, does not answer either"
     message = (
         f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}{store}; end this "
-        f"process and resume from the last checkpoint (torchrun --max-restarts does); "
-        f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
-        f"in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
-        f"the backend says: {error}"
+        f"process and resume from the last checkpoint (torchrun --max-restarts does); {cause}the backend says: {error}"
     )
     return PeerLost(message, rank=rank, axis=axis, lost=lost)
 
