@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +13,6 @@ import torch.distributed as dist
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 from fn.collectives.carriers import group_of
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
-from fn.collectives.primitives import psum
-from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.collectives.transports.registry import has_own_thread, registered
 from fn.errors import expected
@@ -29,14 +27,14 @@ class Background:
         self._stream: Any = None
         self._thread: CommunicationThread | None = None
 
-    def begin(self, binding: Binding, device: torch.device, job: Job) -> Job:
+    def begin(self, binding: Binding, axes: Iterable[str], device: torch.device, job: Job) -> Job:
         """Begin a job that communicates; return what waits for it and returns its result. All ranks must call it.
 
         On a CPU a thread runs it, over process groups of its own, so that its messages cannot be mixed up with those of
         the training. On an accelerator this thread queues it on a stream of its own: exchanges of two threads could
         start in another order on another rank. Over transports that are no process groups it runs here and now.
 
-        Args: binding: of the training; what is bound now may be others.
+        Args: binding: of the training; what is bound now may be others. axes: those of it over which jobs communicate.
         """
         if device.type != "cpu":
             return self._on_stream(device, job)
@@ -49,11 +47,12 @@ class Background:
                     return job()
 
             return self._thread.submit(run).result
-        bound = {name: axis for name, axis in binding.axes.items() if axis.size > 1}
+        used = {name: binding.axes[name] for name in sorted({*axes} & {*binding.axes})}
+        bound = {name: axis for name, axis in used.items() if axis.size > 1}
         if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
             result = job()
             return lambda: result
-        future, process = _thread_of(binding, bound).submit(job), os.getpid()
+        future, process = _thread_of(binding, used, bound).submit(job), os.getpid()
 
         def wait() -> Any:
             if os.getpid() != process:  # a child that was forked has no such thread, and would wait for good
@@ -79,25 +78,23 @@ class Background:
 
 
 _threads: WeakKeyDictionary[dist.ProcessGroup, dict[Any, CommunicationThread]] = WeakKeyDictionary()
-"""First process group of a binding -> the binding's axes -> its thread, until torch destroys the group."""
+"""First process group of some axes -> these axes -> their thread, until torch destroys the group."""
 
 
-def _thread_of(binding: Binding, bound: dict[str, Axis]) -> CommunicationThread:
-    """Return the thread of a binding, made in the first call, which all ranks must make.
+def _thread_of(binding: Binding, used: Mapping[str, Axis], bound: Mapping[str, Axis]) -> CommunicationThread:
+    """Return the thread of some axes, made in the first call, which all ranks must make.
 
-    All optimizers of a binding share it. One per optimizer could not be given back when that is collected, which
+    All optimizers of these axes share it. One per optimizer could not be given back when that is collected, which
     happens at other times on other ranks; and torch keeps every process group. Their jobs run one after the other, in
     the order in which they were submitted, which is the same on all ranks.
+
+    Args: binding: of the training. used: the axes of the jobs. bound: those of them that have several ranks.
     """
     threads = _threads.setdefault(group_of(next(iter(bound.values())).transport), {})
-    key = frozenset((name, axis.transport) for name, axis in binding.axes.items())
+    # All ranks must find one, or make one. So this looks at nothing that one of them may have alone: at no axis that is
+    # bound beside those of the jobs, and at no group of its own, only at whether there is such an axis.
+    key = frozenset((name, axis.transport if name in bound else "") for name, axis in used.items())
     if key not in threads:
-        # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So
-        # the ranks meet before that, in a sum: a barrier of gloo does not hear it either.
-        # Nobody watches here: a ledger is not to count what is no part of a step.
-        with watched_by(Watchers()):
-            for name in bound:
-                psum(torch.zeros(1, dtype=torch.int64, device="cpu"), name)
         twins = {name: bind_twin(name, group_of(axis.transport)).axes[name] for name, axis in bound.items()}
         threads[key] = CommunicationThread(Binding({**binding.axes, **twins}), torch.device("cpu"))
     return threads[key]
