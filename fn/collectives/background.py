@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 from fn.collectives.carriers import group_of
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
+from fn.collectives.primitives import psum
+from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.collectives.transports.registry import has_own_thread, registered
 from fn.errors import expected
@@ -27,14 +29,14 @@ class Background:
         self._stream: Any = None
         self._thread: CommunicationThread | None = None
 
-    def begin(self, binding: Binding, axes: Iterable[str], device: torch.device, job: Job) -> Job:
+    def begin(self, binding: Binding, device: torch.device, job: Job) -> Job:
         """Begin a job that communicates; return what waits for it and returns its result. All ranks must call it.
 
         On a CPU a thread runs it, over process groups of its own, so that its messages cannot be mixed up with those of
         the training. On an accelerator this thread queues it on a stream of its own: exchanges of two threads could
         start in another order on another rank. Over transports that are no process groups it runs here and now.
 
-        Args: binding: of the training; what is bound now may be others. axes: those of it over which jobs communicate.
+        Args: binding: of the training; what is bound now may be others.
         """
         if device.type != "cpu":
             return self._on_stream(device, job)
@@ -47,12 +49,12 @@ class Background:
                     return job()
 
             return self._thread.submit(run).result
-        used = {name: binding.axes[name] for name in sorted({*axes} & {*binding.axes})}
-        bound = {name: axis for name, axis in used.items() if axis.size > 1}
+        bound = {name: axis for name, axis in binding.axes.items() if axis.size > 1}
         if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
             result = job()
             return lambda: result
-        future, process = _thread_of(binding, used, bound).submit(job), os.getpid()
+        self._thread = self._thread or _thread_of(binding, bound)
+        future, process = self._thread.submit(job), os.getpid()
 
         def wait() -> Any:
             if os.getpid() != process:  # a child that was forked has no such thread, and would wait for good
@@ -78,23 +80,25 @@ class Background:
 
 
 _threads: WeakKeyDictionary[dist.ProcessGroup, dict[Any, CommunicationThread]] = WeakKeyDictionary()
-"""First process group of some axes -> these axes -> their thread, until torch destroys the group."""
+"""First process group of a binding -> the binding's axes -> its thread, until torch destroys the group."""
 
 
-def _thread_of(binding: Binding, used: Mapping[str, Axis], bound: Mapping[str, Axis]) -> CommunicationThread:
-    """Return the thread of some axes, made in the first call, which all ranks must make.
+def _thread_of(binding: Binding, bound: dict[str, Axis]) -> CommunicationThread:
+    """Return the thread of a binding, for an optimizer that sends its first mean, as it does on all ranks.
 
-    All optimizers of these axes share it. One per optimizer could not be given back when that is collected, which
+    All optimizers of a binding share it. One per optimizer could not be given back when that is collected, which
     happens at other times on other ranks; and torch keeps every process group. Their jobs run one after the other, in
     the order in which they were submitted, which is the same on all ranks.
-
-    Args: binding: of the training. used: the axes of the jobs. bound: those of them that have several ranks.
     """
     threads = _threads.setdefault(group_of(next(iter(bound.values())).transport), {})
-    # All ranks must find one, or make one. So this looks at nothing that one of them may have alone: at no axis that is
-    # bound beside those of the jobs, and at no group of its own, only at whether there is such an axis.
-    key = frozenset((name, axis.transport if name in bound else "") for name, axis in used.items())
-    if key not in threads:
+    key = frozenset((name, axis.transport) for name, axis in binding.axes.items())
+    # A rank that has made a group of another axis anew has no thread of this binding, where others have one still. So
+    # all make one if one lacks it. Nobody watches: a ledger is not to count what is no part of a step.
+    lacking = torch.tensor(key not in threads, dtype=torch.int64, device="cpu")
+    with watched_by(Watchers()):
+        for name in bound:
+            lacking = psum(lacking, name)
+    if lacking:
         twins = {name: bind_twin(name, group_of(axis.transport)).axes[name] for name, axis in bound.items()}
         threads[key] = CommunicationThread(Binding({**binding.axes, **twins}), torch.device("cpu"))
     return threads[key]

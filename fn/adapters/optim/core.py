@@ -225,15 +225,10 @@ class Core(torch.optim.Optimizer):
         return tuple(unit.state for unit in self.units)
 
     @property
-    def reached(self) -> list[str]:
-        """Return the names of the axes over which steps communicate, those of shards included."""
-        shards = (axis for unit in self.units for axis in facts_of(unit.transform).shards)
-        return [*dict.fromkeys([*self.axes, *shards])]
-
-    @property
     def wires(self) -> dict[str, str]:
         """Return {axis: transport of its messages} of the axes with several ranks."""
-        bound = {axis: self.binding.axes[axis] for axis in self.reached if axis in self.binding.axes}
+        shards = (axis for unit in self.units for axis in facts_of(unit.transform).shards)
+        bound = {axis: self.binding.axes[axis] for axis in (*self.axes, *shards) if axis in self.binding.axes}
         return {axis: of.transport for axis, of in bound.items() if of.size > 1}
 
     def check_free(self, what: str) -> None:
@@ -497,7 +492,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         changed.update(carried | {i: x for i, (was, x) in pairs if x is not was})
         return compare
 
-    landed = core.background.begin(core.binding, core.reached, device, job)
+    landed = core.background.begin(core.binding, device, job)
     return Flight(number, changed, lambda: landed()())
 
 
