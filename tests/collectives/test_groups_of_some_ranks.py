@@ -33,9 +33,13 @@ def stepped(opt: torch.optim.Optimizer, p: torch.Tensor, steps: int = 6) -> list
 
 
 def in_rounds(make: Any, schedule: Any, groups: dict[str, Any]) -> list[float]:
+    return stepped(*started(make, schedule, groups))
+
+
+def started(make: Any, schedule: Any, groups: dict[str, Any]) -> tuple[fn.Optimizer, torch.Tensor]:
     p = torch.nn.Parameter(torch.ones(4))
     with fn.bind(groups):
-        return stepped(fn.Optimizer([p], make, schedule=schedule, lr=0.1), p)
+        return fn.Optimizer([p], make, schedule=schedule, lr=0.1), p
 
 
 def behind_backward(how: str, groups: dict[str, Any]) -> list[float]:
@@ -82,11 +86,11 @@ def test_groups_of_some_ranks_change_nothing():
 
 
 def on_two_axes() -> list[list[float]]:
-    """Return what is trained on both axes of a mesh and on each one: at first, beside groups of some ranks, and where
-    the first two ranks have made one of the groups anew."""
+    """Return what is trained on both axes of a mesh and on each one, four times: at first, beside groups of some ranks,
+    where the first two ranks have made one of the groups anew, and where they take the old one again."""
     first, mesh = (dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")) for _ in range(2))
     again, found = dist.new_group([0, 1]), []
-    for number in range(3):
+    for number in range(4):
         groups = {name: (mesh if number else first).get_group(name) for name in ("node", "local")}
         if number == 1:
             uneven()
@@ -100,7 +104,7 @@ def on_two_axes() -> list[list[float]]:
 
 def test_two_axes_and_each_of_them_meet_beside_groups_of_some_ranks():
     for first, *others in ranks.outcomes(4, on_two_axes, timeout=2 * LIMIT, group_timeout=LIMIT):
-        assert others == [first] * 2
+        assert others == [first] * 3
         assert len({*first}) == 12  # of three trainings over other ranks
 
 
@@ -111,12 +115,18 @@ def twice() -> list[list[float]]:
     if dist.get_rank() == 0:
         dist.destroy_process_group(pair)
     found += [KINDS[kind]({"data": dist.group.WORLD}) for kind in ("average_gradients", "overlap")]
+    (whole, p), (halves, q) = (started(*KINDS["a delay"].args, {"data": dist.group.WORLD}) for _ in range(2))
+    stepped(whole, p)
+    stepped(halves, q)
+    wanted = stepped(whole, p)
+    assert halves.state_dict()  # waits for the mean that is on its way
     where = [tempfile.mkdtemp()]
     dist.broadcast_object_list(where)
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(f"{where[0]}/store", world), rank=rank, world_size=world)
     uneven()
+    assert stepped(halves, q) == wanted  # the world has the name that it had
     return found + [KINDS[kind]({"data": dist.group.WORLD}) for kind in KINDS]
 
 

@@ -46,8 +46,8 @@ def new_named_group(name: str, ranks: Sequence[int], **options: Any) -> dist.Pro
         if torchs is not None:
             until_asked.enter_context(_turn)
             until_asked.enter_context(temporarily(distributed_c10d, _ANSWERS, answer))
-        group = dist.new_group([*ranks], use_local_synchronization=True, **options)
+        group: dist.ProcessGroup = dist.new_group([*ranks], use_local_synchronization=True, **options)
     if str(group.group_name) != name:
-        text = "names process groups by how many this process has: ranks with other numbers of groups wait for each other"
-        warnings.warn(f"this torch {text}; make the same groups on all ranks", stacklevel=2)
+        text = "this torch names a group by how many a process has, and ranks with other numbers wait for each other"
+        warnings.warn(f"{text}; make the same groups on all ranks", stacklevel=2)
     return group
