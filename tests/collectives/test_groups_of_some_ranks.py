@@ -118,7 +118,9 @@ def twice() -> list[list[float]]:
     (whole, p), (halves, q) = (started(*KINDS["a delay"].args, {"data": dist.group.WORLD}) for _ in range(2))
     stepped(whole, p)
     stepped(halves, q)
-    wanted = stepped(whole, p)
+    with fn.ledger() as sent:
+        wanted = stepped(whole, p)
+        whole.state_dict()
     assert halves.state_dict()  # waits for the mean that is on its way
     where = [tempfile.mkdtemp()]
     dist.broadcast_object_list(where)
@@ -126,7 +128,10 @@ def twice() -> list[list[float]]:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(f"{where[0]}/store", world), rank=rank, world_size=world)
     uneven()
-    assert stepped(halves, q) == wanted  # the world has the name that it had
+    with fn.ledger() as sent_anew:
+        assert stepped(halves, q) == wanted  # the world has the name that it had
+        halves.state_dict()
+    assert sent_anew.messages == sent.messages != {}  # no step sends more for groups that are made in it
     return found + [KINDS[kind]({"data": dist.group.WORLD}) for kind in KINDS]
 
 
@@ -186,3 +191,15 @@ def test_under_a_torch_that_names_groups_otherwise_a_warning_says_what_ranks_nee
     assert twin.axes["data"].transport == made.group_name
     with twin:
         assert fn.pmean(torch.ones(2), "data").tolist() == [1.0, 1.0]
+
+
+def test_ranks_that_do_not_meet_in_a_new_group_are_not_told_of_batches_and_phases(alone, monkeypatch):
+    def waits(*args: Any, **options: Any) -> Any:
+        raise dist.DistStoreError("wait timeout after 1800000ms")
+
+    monkeypatch.setattr(dist, "new_group", waits)
+    with pytest.raises(fn.PeerLost, match=r"axis 'data' is lost, noticed in the making of a process group") as raised:
+        bind_twin("data", alone)
+    assert "batches" not in str(raised.value)
+    assert "phases" not in str(raised.value)
+    assert raised.value.axis == "data"
