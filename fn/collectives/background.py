@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from fn.collectives.agreement import gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 from fn.collectives.carriers import group_of
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
-from fn.collectives.primitives import psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.collectives.transports.registry import has_own_thread, registered
@@ -28,6 +28,7 @@ class Background:
     def __init__(self) -> None:
         self._stream: Any = None
         self._thread: CommunicationThread | None = None
+        self._first: Callable[[], dist.ProcessGroup | None] = lambda: None  # the first group of those it is for
 
     def begin(self, binding: Binding, device: torch.device, job: Job) -> Job:
         """Begin a job that communicates; return what waits for it and returns its result. All ranks must call it.
@@ -53,7 +54,10 @@ class Background:
         if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
             result = job()
             return lambda: result
-        future, process = _thread_of(binding, bound).submit(job), os.getpid()
+        first = group_of(next(iter(bound.values())).transport)
+        if self._thread is None or self._first() is not first:  # torch gives the names of destroyed groups to new ones
+            self._thread, self._first = _thread_of(binding, bound, first), weakref.ref(first)
+        future, process = self._thread.submit(job), os.getpid()
 
         def wait() -> Any:
             if os.getpid() != process:  # a child that was forked has no such thread, and would wait for good
@@ -78,26 +82,32 @@ class Background:
         return wait
 
 
-_threads: WeakKeyDictionary[dist.ProcessGroup, dict[Any, CommunicationThread]] = WeakKeyDictionary()
-"""First process group of a binding -> the binding's axes -> its thread, until torch destroys the group."""
+_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, tuple[CommunicationThread, dict[str, Axis]]]]
+_threads = weakref.WeakKeyDictionary()
+"""First process group of a binding -> the binding's axes -> its thread and twins, until torch destroys the group."""
 
 
-def _thread_of(binding: Binding, bound: dict[str, Axis]) -> CommunicationThread:
-    """Return the thread of a binding, made in the first call, which all ranks must make.
+def _thread_of(binding: Binding, bound: dict[str, Axis], first: dist.ProcessGroup) -> CommunicationThread:
+    """Return the thread of a binding, for an optimizer that sends its first mean, as it does on all ranks.
 
     All optimizers of a binding share it. One per optimizer could not be given back when that is collected, which
     happens at other times on other ranks; and torch keeps every process group. Their jobs run one after the other, in
     the order in which they were submitted, which is the same on all ranks.
+
+    Args: bound: its axes of several ranks. first: the process group of the first of them.
     """
-    threads = _threads.setdefault(group_of(next(iter(bound.values())).transport), {})
+    threads = _threads.setdefault(first, {})
     key = frozenset((name, axis.transport) for name, axis in binding.axes.items())
-    if key not in threads:
-        # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So
-        # the ranks meet before that, in a sum: a barrier of gloo does not hear it either.
-        # Nobody watches here: a ledger is not to count what is no part of a step.
-        with watched_by(Watchers()):
-            for name in bound:
-                psum(torch.zeros(1, dtype=torch.int64, device="cpu"), name)
+    thread, twins = threads.get(key, (None, dict[str, Axis]()))
+    # A rank that has made the group of one axis anew has no thread of this binding, or another one, where others have
+    # theirs still: then all make one. What the last axis shows is told on the others in a second round.
+    with binding, watched_by(Watchers()):  # a ledger is not to count what is no part of a step
+        for name in [*bound] * min(len(bound), 2):
+            told = gather_values([twins[name].transport if twins else None, thread is None], name)
+            if any(is_missing or twin != told[0][0] for twin, is_missing in told):
+                thread = None
+    if thread is None:
         twins = {name: bind_twin(name, group_of(axis.transport)).axes[name] for name, axis in bound.items()}
-        threads[key] = CommunicationThread(Binding({**binding.axes, **twins}), torch.device("cpu"))
-    return threads[key]
+        thread = CommunicationThread(Binding({**binding.axes, **twins}), torch.device("cpu"))
+        threads[key] = thread, twins
+    return thread

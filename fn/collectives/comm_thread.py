@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import secrets
 import statistics
 import sys
 import threading
@@ -24,11 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fn.collectives.agreement import gather_values
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.carriers import group_of
 from fn.collectives.primitives import all_to_all, pmean
 from fn.collectives.profiling import Watchers, watched_by, watchers
-from fn.collectives.transports.failure_detection import abort_connections
+from fn.collectives.transports.failure_detection import abort_connections, is_loss, peer_lost
+from fn.collectives.transports.named_group import new_named_group
 from fn.collectives.transports.tcp import stay_on_gloo, stays_on_gloo, timeout_of
 from fn.kernels.flags import temporarily
 
@@ -73,7 +76,7 @@ class CommunicationThread:
     def close(self) -> None:
         """End the thread, after what was submitted, and keep its process groups for the next `bind_twin`.
 
-        All ranks must call it, in the same order. A group that is gone already is passed over.
+        A group that is gone already is passed over. The next one takes a group that all ranks have given back.
         """
         self._worker.jobs.put(None)
         self._worker.join()
@@ -81,7 +84,7 @@ class CommunicationThread:
             with suppress(RuntimeError):
                 twin = group_of(transport)
                 if (original := _originals[twin]()) is not None:
-                    _free.setdefault(original, []).append(twin)
+                    _free.setdefault(original, {})[transport] = twin
 
 
 class _Worker(threading.Thread):
@@ -171,38 +174,52 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
 _originals: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 """Twin -> a weak reference to the group that it was made for."""
 
-_free: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""Group -> twins that nobody uses any more; the same on all ranks, as long as all give theirs back.
-
-They are not ended: torch would give the next one the name of the one that is gone, and under that name the store still
-has the addresses of its ranks.
-"""
+_free: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Group -> name -> twin that nobody uses any more on this rank. Others may still use theirs, or have dropped it."""
 
 
 def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
-    """Bind an axis to another process group of the same ranks; all ranks of the group must call it.
+    """Bind an axis to another process group of the same ranks; all ranks of the group must call it, and nobody else.
 
-    What one thread sends over it cannot be mixed up with what another sends over the old one.
+    What one thread sends over it cannot be mixed up with what another sends over the old one. It is one that all ranks
+    have given back, or a new one under a name that the first rank draws: ranks may have made other groups, and other
+    numbers of them.
+
+    Raises: `PeerLost` if a rank ends or does not come.
     """
-    if free := _free.get(group):
-        return bind({axis: free.pop()})
-    backend = dist.get_backend(group)
+    backend, free = dist.get_backend(group), _free.setdefault(group, {})
+    # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So the
+    # ranks meet before that, here. A ledger is not to count what is no part of a step.
+    with bind({axis: group}), watched_by(Watchers()):
+        told = gather_values([f"fn {secrets.token_hex(8)}", *reversed(free)], axis, _device_of(group))
+    (drawn, *names), *others = told
+    if (name := next((name for name in names if all(name in theirs for theirs in others)), None)) is not None:
+        return bind({axis: free.pop(name)})
+    options = {"backend": None if backend == "undefined" else backend, "timeout": timeout_of(group)}
     # The world is without a device of its own meanwhile. Where `init_process_group` was given `device_id`, torch splits
     # the communicators of groups off that of the world, and such a split waits for all ranks of the world, those of
     # other groups included, which may never come.
     with temporarily(dist.group.WORLD, "bound_device_id", None):
-        twin = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=None if backend == "undefined" else backend,
-            timeout=timeout_of(group),
-            # Only ranks of this group come here. Otherwise torch waits for all ranks of the world.
-            use_local_synchronization=True,
-            group_desc="fn: behind the backward pass",
-        )
+        try:
+            twin = new_named_group(drawn, dist.get_process_group_ranks(group), group_desc=DESCRIPTION, **options)
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            raise peer_lost(error, "the making of a process group", axis, str(group.group_name), cause="") from error
     _originals[twin] = weakref.ref(group)
     if stays_on_gloo(group):
         stay_on_gloo([twin])
     return bind({axis: twin})
+
+
+DESCRIPTION = "fn: behind the backward pass"
+"""What torch's logs call a twin."""
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return where a group exchanges: in the host's memory, if it can."""
+    kinds = [kind.type for kind in group._device_types]
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 def seconds_per_byte(axis: str, device: torch.device) -> float:

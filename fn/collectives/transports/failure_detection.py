@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,11 @@ TAG = 0x666F
 """The tag of a message that nobody sends."""
 
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
-_calls: dict[str, int] = {}
+_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Group -> roll calls so far. The number is part of the key, so that an answer to an old call does not count."""
+
+_tokens: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Group -> what this rank adds to its answers, so that one in an earlier group of the same name does not count."""
 
 
 def remember(group: dist.ProcessGroup) -> str:
@@ -59,8 +63,20 @@ def is_loss(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
-def peer_lost(error: BaseException, collective: str, axis: str | None, transport: str) -> PeerLost:
-    """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
+OUT_OF_STEP = (
+    "if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
+    "in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
+)
+"""Why ranks that run may not meet in a step."""
+
+
+def peer_lost(
+    error: BaseException, collective: str, axis: str | None, transport: str, *, cause: str = OUT_OF_STEP
+) -> PeerLost:
+    """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do.
+
+    Args: cause: why ranks may not meet there although none is gone.
+    """
     group = _groups.get(transport)
     abort_connections(transport)  # before the roll call: ranks that still wait for this one answer only once they fail
     lost, silent, has_store = find_lost_ranks(group) if group is not None else Roll((), ())
@@ -72,10 +88,7 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
     store = "" if has_store else "; the key-value store, which rank 0 or its launcher hosts, does not answer either"
     message = (
         f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}{store}; end this "
-        f"process and resume from the last checkpoint (torchrun --max-restarts does); "
-        f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
-        f"in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
-        f"the backend says: {error}"
+        f"process and resume from the last checkpoint (torchrun --max-restarts does); {cause}the backend says: {error}"
     )
     return PeerLost(message, rank=rank, axis=axis, lost=lost)
 
@@ -159,7 +172,7 @@ def find_lost_ranks(group: dist.ProcessGroup) -> Roll:
     A rank may be silent because it still waits in an exchange; on this host its process tells. If the store does not
     answer, the rank that hosts it is gone; of the others nothing is known.
     """
-    number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
+    number = _calls[group] = _calls.get(group, 0) + 1
     store, rolls = _store_of(group), list[Roll]()
     if store is None:
         return Roll((), ())
@@ -173,9 +186,9 @@ def find_lost_ranks(group: dist.ProcessGroup) -> Roll:
 def _ask(group: Any, store: Any, number: int, rolls: list[Roll]) -> None:
     """Call the roll. A first, empty roll says that the store is there, but slow perhaps."""
     until, alive = time.monotonic() + PATIENCE, dict[int, bool | None]()
-    silent, answer = set(range(group.size())), f"fn/roll call {number}/{group.rank()}"
+    silent, answer = set(range(group.size())) - {group.rank()}, f"fn/roll call {number}/{group.rank()}"
     try:
-        store.set(answer, _process())
+        store.set(answer, _process(group))
         store.check([answer])
         rolls.append(Roll((), ()))
         while True:
@@ -215,7 +228,7 @@ def _hosts_of(store: Any, group: Any) -> set[int]:
 
 
 def _has_answered(store: Any, number: int, rank: int) -> bool:
-    """Return whether a rank is in the roll: its process of today, for torchrun keeps the store over a restart."""
+    """Return whether a rank is in the roll: its process and group of today, for a store may outlive both."""
     answer, process = f"fn/roll call {number}/{rank}", f"fn/process of rank/{rank}"
     if not store.check([answer]):
         return False
@@ -226,11 +239,11 @@ def _write_down(group: Any) -> None:
     store = _store_of(group)
     with suppress(RuntimeError):
         if store is not None:
-            store.set(f"fn/process of rank/{group.rank()}", _process())
+            store.set(f"fn/process of rank/{group.rank()}", _process(group))
 
 
-def _process() -> str:
-    return f"{this_machine()} {os.getpid()}"
+def _process(group: Any) -> str:
+    return f"{this_machine()} {os.getpid()} {_tokens.setdefault(group, secrets.token_hex(8))}"
 
 
 def this_machine() -> str:
@@ -249,7 +262,7 @@ def _is_alive_here(store: Any, rank: int) -> bool | None:
     key = f"fn/process of rank/{rank}"
     if not store.check([key]):
         return None
-    where, _, process = store.get(key).decode().rpartition(" ")
+    where, process, *_ = store.get(key).decode().split(" ")
     if where != this_machine():
         return None
     try:

@@ -35,13 +35,25 @@ def is_communicator(group: object) -> bool:
 def register_communicator(comm: Communicator) -> str:
     """Register a communicator as a transport; return the transport's name.
 
+    It has one name as long as it is not freed. MPI gives the handle of a freed one to another, whose ranks are others:
+    what was bound to the first must not travel over that.
+
     Raises: ValueError if the communicator is null, or between two groups.
     """
     if not comm:
         raise ValueError("group: is MPI.COMM_NULL; only the ranks of a communicator can bind it")
     if comm.Is_inter():
         raise ValueError(expected("group", "a communicator of one group", "an intercommunicator"))
-    return register(f"mpi:{comm.py2f()}", transport(comm))
+    name = next((name for name, known in _communicators.items() if known == comm), None)
+    if name is None:
+        name = f"mpi:{comm.py2f()}"
+        name += f" #{len(_communicators)}" if name in _communicators else ""
+        _communicators[register(name, transport(comm))] = comm
+    return name
+
+
+_communicators: dict[str, Communicator] = {}
+"""Those that were registered, by name. One that is freed is null then, and equal to no other."""
 
 
 def transport(comm: Communicator) -> Transport:

@@ -191,6 +191,21 @@ def check_deepspeeds_recordings() -> None:
         replay(case, RANK, process_group=WORLD)
 
 
+def check_freed() -> None:
+    """MPICH gives the handle of a freed communicator to the next one, whose ranks are others here."""
+    first = WORLD.Dup()
+    handle, before = first.py2f(), fn.bind({"data": first})
+    first.Free()
+    second = WORLD.Split(RANK % 2, RANK)
+    now = fn.bind({"data": second})
+    with now:
+        assert fn.psum(torch.ones(1), "data") == len(range(RANK % 2, SIZE, 2))
+    if second.py2f() == handle:
+        with before, pytest.raises(MPI.Exception):
+            fn.psum(torch.ones(1), "data")
+    second.Free()
+
+
 def check_null_is_refused() -> None:
     with pytest.raises(ValueError, match="COMM_NULL"):
         fn.bind({"data": MPI.COMM_NULL})

@@ -86,6 +86,22 @@ def test_an_answer_of_an_earlier_process_does_not_count(group):
     assert peers.find_lost_ranks(group).lost == (1,)
 
 
+def test_an_answer_in_an_earlier_group_of_the_same_name_does_not_count(group, monkeypatch):
+    """Process and store may be the same: rank 1 has answered there, and ends in silence in the group of today."""
+
+    class OfRank1(Group):
+        def rank(self) -> int:
+            return 1
+
+    earlier, today = (OfRank1(group.group_name, 3, group.store) for _ in range(2))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: ENDED)
+        peers.remember(earlier)
+        answer(group, 1)
+        peers.remember(today)
+    assert peers.find_lost_ranks(group).lost == (1,)
+
+
 @pytest.mark.parametrize(("has_answered", "lost"), [(True, (3,)), (False, (2, 3))])
 def test_the_host_of_a_store_that_goes_during_a_roll_call_is_gone_unless_it_has_answered(
     monkeypatch, has_answered, lost

@@ -107,3 +107,27 @@ def test_the_op_that_carries_is_a_proper_op(collective):
     with fn.bind({"data": Lonely()}):
         arguments = (torch.rand(1, 3), 1, collective, "mpi:-7")
         torch.library.opcheck(torch.ops.fn.carry.default, arguments)
+
+
+class Marked(Lonely):
+    """One of two ranks, which hears a number of its own from the other; MPI uses the handle of a freed one again."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def Get_size(self):
+        return 2
+
+    def Allreduce(self, sent, found):
+        found[...] = sent + self.number
+
+
+def test_what_was_bound_to_a_freed_communicator_does_not_travel_over_the_next_one_with_its_handle():
+    first, second = Marked(1), Marked(2)
+    bindings = [fn.bind({"data": comm}) for comm in (first, second, first)]
+    found = []
+    for binding in bindings:
+        with binding:
+            found.append(fn.psum(torch.zeros(1), "data").item())
+    assert found == [1.0, 2.0, 1.0]
+    assert bindings[0].axes["data"].transport == bindings[2].axes["data"].transport  # its compiled steps stay
