@@ -32,7 +32,7 @@ from fn.collectives.transports.failure_detection import falling_silent, raising_
 from fn.compiling import original
 from fn.errors import expected
 from fn.inplace.match import in_place
-from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, written_into
+from fn.inplace.memory import aside, check_apart, copy_into, move, written_into
 from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, settled
 from fn.kernels import flags
@@ -336,7 +336,8 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         # The state is written before the params, and would overwrite updates that lie in its memory.
         moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
-        write_state = written_into(state, after._replace(skipped=state.skipped))
+        # A mean that is on its way may read the gradients that were kept last, in their memory.
+        write_state = written_into(state, after._replace(skipped=state.skipped), roles.find(state, "taken"))
 
         def commit() -> None:
             for write in (*late, write_state):
@@ -568,15 +569,6 @@ def check_shapes(moves: Tree, params: Tree) -> None:
         if shape != right:
             text = f"leaf {path!r} to have the shape of its parameter, {tuple(right)}"
             raise ValueError(expected("updates", text, f"{tuple(shape)}"))
-
-
-def let_go(core: Core) -> None:
-    """Take gradients away from params where a state has taken them over: `zero_grad` would write into them."""
-    for unit in core.units:
-        taken = {memory_of(x) for x in tree.leaves(roles.find(unit.state, "taken")) if x.numel()}
-        for p in unit.members if taken else ():
-            if p.grad is not None and memory_of(*pieces([p.grad])) in taken:
-                p.grad = None
 
 
 def skipped(core: Core) -> int:
