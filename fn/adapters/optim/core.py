@@ -195,8 +195,11 @@ class Core(torch.optim.Optimizer):
         """Return states in which late gradients with a role, those of this rank or their mean, are clipped."""
         return states
 
-    def announce(self, number: int, steps: int) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
+    def announce(self, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
+        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one.
+
+        Args: steps, resting: as they were when it began.
+        """
         return nothing
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
@@ -217,6 +220,16 @@ class Core(torch.optim.Optimizer):
             rounds: dict[Any, Round] = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
             return rounds.get(phase, phase)
         return phase.phase
+
+    @property
+    def resting(self) -> list[str]:
+        """Return the names of the parameters whose `requires_grad` is switched off, with their groups."""
+        return [
+            f"parameter {name} in group {g}"
+            for g, group in enumerate(self.param_groups)
+            for name, p in zip(names_of(group), group["params"], strict=True)
+            if not p.requires_grad
+        ]
 
     @property
     def states(self) -> tuple[Tree, ...]:
@@ -396,7 +409,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
         # Before the mean, which sends the difference.
         states = weighed(landed, states, weight)
     if begin is not None and at_once:
-        compare = core.announce(begin, core.steps)
+        compare = core.announce(begin, core.steps, core.resting)
         with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
             compare()
         states, new = each(core, "mean", begin, states, new)
@@ -467,8 +480,8 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
     """
     # Other tensors in the same memory: the next local step gives those of the state another one.
     states = [roles.replace(state, "taken", partial(tree.map, Tensor.detach)) for state in states]
-    # A copy and a number, not the optimizer's: the job may run while the training changes both.
-    earlier, steps, device = [*core.flights], core.steps, device_of(core)
+    # Copies and a number, not the optimizer's: the job may run while the training changes them.
+    earlier, steps, resting, device = [*core.flights], core.steps, core.resting, device_of(core)
     given, live = tree.leaves(states), tree.leaves([unit.state for unit in core.units])
     # () -> the shape of p, without memory. NaN, so that a mean that calculates with params is seen to do so.
     unread = [tree.map(lambda p: p.new_full((), torch.nan).expand_as(p), unit.params) for unit in core.units]
@@ -479,7 +492,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         # exchange has made anew stays as it is: that difference was taken with it.
         base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
         from_states = tree.with_leaves(states, base)
-        compare = core.announce(number, steps)
+        compare = core.announce(number, steps, resting)
         if device.type == "cpu":
             compare()  # on an accelerator whoever queues the job would wait here for the other ranks
         from_states = core.clipped(from_states, "taken")

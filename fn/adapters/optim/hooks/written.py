@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit, device_of, note_written, versions_of
-from fn.adapters.optim.hooks.agree import check_same_params
+from fn.adapters.optim.hooks.agree import check_same_params, compare_resting, mark_of
 from fn.base import Phase
 from fn.collectives.agreement import gather_values
 from fn.collectives.profiling import Watchers, watched_by
@@ -22,18 +22,24 @@ from fn.collectives.profiling import Watchers, watched_by
 def follow_params(core: Core) -> None:
     """Make copies of the params anew if these were written before the first step; warn if they were written later.
 
-    Before the first step the ranks tell each other, and compare the params. Later they would need a message in each
-    step, and a rank that made its copies anew alone would drift from the others for good. A step of the warm-up keeps
-    copies current itself, so it needs no warning. The axes must be bound.
+    Before the first step the ranks tell each other, and compare the params; also which of these rest. Later they would
+    need a message in each step, and a rank that made its copies anew alone would drift from the others for good. A step
+    of the warm-up keeps copies current itself, so it needs no warning. The axes must be bound.
 
-    Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ.
+    Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ, or some rest on
+        some ranks only.
     """
     written = [written_in(unit) for unit in core.units]
     if core.steps == 0 and not core.has_begun:
-        wrote = any(written)
+        wrote, differs, mark = any(written), False, mark_of(core.resting)
         with watched_by(Watchers()):  # which no ledger counts
             for axis in core.wires:
-                wrote = any(gather_values(wrote, axis, device_of(core)))
+                told = gather_values([wrote, differs, mark], axis, device_of(core))
+                wrote = any(of_rank[0] for of_rank in told)
+                # Also what ranks have seen on the axis before, so that all ranks come to the same.
+                differs = any(of_rank[1:] != [False, mark] for of_rank in told)
+            if differs:
+                compare_resting(core)
             if wrote:
                 check_same_params(core)
         for unit in core.units if wrote else ():
