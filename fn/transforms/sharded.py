@@ -319,13 +319,13 @@ def sharded(
                 parts = zip(bucket.leaf_indices, split(whole, bucket), strict=True)
                 (new_params if sends_params else moved_leaves).update(parts)
                 masters.append(value if sends_params else ())
-            after = _state(inside, masters, kept, state.place)
+            made = _state(inside, masters, kept, state.place)
             if not new_params:
-                return layouts.restore(structure, moved_leaves), after
+                return layouts.restore(structure, moved_leaves), made
             # As they are: p + (p' - p) may miss p', which the next step would take for a write by hand, and the master
             # would lose its digits.
             new_params.update((k, *apply_updates([leaves[k]], [moved])) for k, moved in moved_leaves.items())
-            return NewParams(layouts.restore(structure, new_params)), after
+            return NewParams(layouts.restore(structure, new_params)), made
 
         return Sharded(rules, move, phase is Phase.COMPRESSED, update)
 
