@@ -158,6 +158,20 @@ def test_a_param_of_an_optimizer_that_steps_link_by_link_is_the_rounded_master()
     assert torch.equal(tree.fields(opt.states, "master")[0][0], precise)
 
 
+def test_a_local_step_of_new_params_that_is_not_finite_moves_nothing():
+    mean = fn.compressed_average("data", fn.identity(), fn.off())
+    step = fn.scale_by_learning_rate(1.0)
+    tx = fn.outer(fn.sharded(step, "node"), step, mean)
+    p, path = [torch.tensor([1.0, -0.0, 3.0], dtype=torch.bfloat16)], []
+    state = tx.init(p)
+    for g in (float("nan"), 0.5, float("inf"), 0.25):
+        updates, state = tx.update(Phase.LOCAL)([torch.full_like(p[0], g)], state, p)
+        p = fn.apply_updates(p, updates)
+        path.append((p[0].tolist(), int(state.dropped)))
+    first, second, third = [1.0, -0.0, 3.0], [0.5, -0.5, 2.5], [0.25, -0.75, 2.25]
+    assert path == [(first, 1), (second, 1), (second, 2), (third, 2)]
+
+
 def test_a_shard_inside_of_owned_tensors_and_a_link_behind_it():
     """Owned tensors add up updates, so they get the difference; what stands behind new params is refused by name."""
     p = [torch.ones(4, 4, dtype=torch.bfloat16)]
