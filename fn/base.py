@@ -512,6 +512,11 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     return tree.map(add, params, updates)
 
 
+def as_updates(moves: Tree, params: Tree) -> Tree:
+    """Return updates as they are, and of `NewParams` their difference to the params, for what calculates with it."""
+    return tree.map(torch.sub, moves.params, params) if isinstance(moves, NewParams) else moves
+
+
 def _misfit(params: Tree, updates: Tree) -> str:
     pairs = zip(tree.paths(params), tree.leaves(params), tree.leaves(updates), strict=True)
     path, p, u = next((path, p, u) for path, p, u in pairs if p.shape != u.shape)

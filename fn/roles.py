@@ -55,7 +55,8 @@ class Roles(NamedTuple):
         that the ranks told each other.
     out: whether an average left out this rank's difference, 0-d bool; the rank goes on from the anchor.
     outliers: how many ranks' differences were left out of the last mean, and the first of these ranks, 0-d int64.
-    taken: gradients that a local step has kept, which nobody writes: an adapter gives them the memory of `p.grad`.
+    taken: gradients that a local step has kept for a mean, which may be on its way in the next one: an adapter gives
+        those of the next one other memory.
     mean: the mean of such gradients over the ranks, exactly, as it has arrived.
     missing: whether what a mean brought was not finite, so that nothing of it stays, 0-d bool.
     owned: what one rank has for all, tensors without elements elsewhere; plan: on which rank it is.

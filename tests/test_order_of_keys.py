@@ -7,6 +7,7 @@ import ranks
 import torch
 from registry import each_optimizer
 from test_ranks import bound
+from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase
@@ -102,16 +103,92 @@ def test_updates_with_other_keys_are_refused(name, keys):
         tx.update(Phase.WARMUP)(updates, tx.init(params), params)
 
 
-def test_ranks_whose_params_have_another_order_are_refused():
+def by_hand(way: str, *, turned: bool) -> fn.Transform:
+    """Return a transform that shows its average a list of leaves, which has no keys."""
+    mean = fn.compressed_average("data", fn.identity(), fn.off(), layout="per_tensor")
+    step = fn.scale_by_learning_rate(1.0)
+    return {
+        "mean": lambda: fn.average("data"),
+        "mask": lambda: fn.mask(fn.average("data"), {"a": True, "b": True, "c": False}),
+        "mask by a function": lambda: fn.mask(mean, lambda params: fn.tree.map(lambda p: True, params)),
+        "other mask": lambda: fn.mask(mean, {"a": not turned, "b": True, "c": turned}),
+        "partition": lambda: fn.partition({"y": mean, "x": fn.average("data")}, {"a": "x", "b": "x", "c": "y"}),
+        "other labels": lambda: fn.partition({"x": mean, "y": mean}, {"a": "xy"[turned], "b": "x", "c": "yx"[turned]}),
+        "rounds of labels": lambda: fn.partition({"x": fn.outer(step, step, mean), "y": step}, labels),
+        "rounds": lambda: fn.outer(step, step, mean, fragments=2),
+        "basis": lambda: fn.in_basis(fn.tiles(24), mean),
+        "basis by length": lambda: fn.in_basis(fn.tiles(24), lambda n: mean),
+        "shards": lambda: fn.sharded(fn.chain(mean, step), "local"),
+    }[way]()
+
+
+def labels(params):
+    return {key: "y" if key == "b" else "x" for key in params}
+
+
+WAYS = {
+    "mean": "leaf 0 of the params is c",
+    "mask": "leaf 0 of the mask is b",
+    "mask by a function": "leaf 0 of the mask is c",
+    "other mask": "leaf 0 of the mask is b",
+    "partition": "leaf 0 of label 'x' is b",
+    "other labels": "leaf 0 of label 'x' is b",
+    "rounds of labels": "leaf 0 of label 'x' is c",
+    "rounds": "leaf 0 of fragment 0 is c",
+    "basis": "leaf 0 of the params is c",
+    "basis by length": "leaf 0 of the params is c",
+    "shards": "leaf 0 of the params is c",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_whose_params_have_another_order_are_refused(way):
     """What travels has no keys: `a` of one rank was averaged with `c` of the other."""
-    for outcome in ranks.outcomes(2, turned_by_rank):
-        assert isinstance(outcome, ranks.Raised), outcome
-        assert (outcome.kind, "leaf 0 of the params is c on rank 1 and a on rank 0" in outcome.text) == (
-            "RanksDisagree",
-            True,
-        )
+    assert [text.split("; ")[0] for text in CASES.answer("turned_by_rank")[0][way]] == [
+        f"ranks disagree: {WAYS[way]} on rank 1 and a on rank 0"
+    ]
 
 
-def turned_by_rank() -> None:
+CASES = ranks.Cases(2)
+
+
+@CASES
+def turned_by_rank() -> dict[str, list[str]]:
+    turned, found = bool(torch.distributed.get_rank()), {}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "local"))
+    with fn.bind(mesh):
+        for way in WAYS:
+            try:
+                by_hand(way, turned=turned).init(start(turned=turned and "other" not in way))
+                found[way] = []
+            except fn.RanksDisagree as error:
+                found[way] = [str(error)]
+    return found
+
+
+ALIKE = {
+    "partition's transforms": lambda turned: fn.partition(
+        {key: fn.average("data") for key in sorted("xy", reverse=turned)}, {"a": "x", "b": "y", "c": "y"}
+    ),
+    "masks and labels": lambda turned: fn.mask(
+        fn.average("data"), {key: key != "b" for key in sorted("abc", reverse=turned)}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ALIKE)
+def test_ranks_that_spell_a_dict_in_another_order_take_the_same_step(way):
+    for of_rank in CASES.answer("spelled_by_rank"):
+        assert (of_rank[way]["a"], of_rank[way]["c"]) == (1.5, 4.5)
+
+
+@CASES
+def spelled_by_rank() -> dict[str, dict[str, float]]:
+    rank, params, found = torch.distributed.get_rank(), start(), {}
     with bound():
-        fn.adamw(axis="data").init(start(turned=bool(torch.distributed.get_rank())))
+        for way, made in ALIKE.items():
+            tx = made(bool(rank))
+            g = {key: torch.full(p.shape, (1.0 + rank) * (ord(key) - 96)) for key, p in params.items()}
+            updates, _ = tx.update(Phase.WARMUP)(g, tx.init(params), params)
+            found[way] = {key: float(u.mean()) for key, u in updates.items()}
+    return found

@@ -335,6 +335,33 @@ def test_ranks_that_disagree_at_construction_are_refused_on_all_with_rank_and_fi
         assert NAMED[field] in found[(field,)]
 
 
+def numbers_of_many_digits() -> dict[str, str]:
+    """Return what ranks say whose numbers, tensors, are alike in their first nine digits."""
+    second, found = dist.get_rank(), {}
+    rates = {
+        "float64": torch.tensor(0.1, dtype=torch.float64) * (1 + second * 1e-14),
+        "float32": torch.tensor(0.1) * (1 + second * 2e-7),
+        "int64": torch.tensor(2**53 + second),
+        "the same": torch.tensor(0.3, dtype=torch.float64),
+    }
+    with bound():
+        for name, rate in rates.items():
+            try:
+                fn.adamw(rate, axis="data").init([torch.ones(3)])
+                found[name] = "no error"
+            except fn.RanksDisagree as error:
+                found[name] = str(error)
+    return found
+
+
+def test_numbers_that_are_alike_in_nine_digits_are_told_apart():
+    for found in ranks.run(2, numbers_of_many_digits):
+        assert "lr is 0.100000000000001 on rank 1 and 0.1 on rank 0" in found["float64"]
+        assert "lr is 0.100000024 on rank 1 and 0.100000001 on rank 0" in found["float32"]
+        assert f"lr is {2**53 + 1} on rank 1 and {2**53} on rank 0" in found["int64"]
+        assert found["the same"] == "no error"
+
+
 def disagree_in_pure_functions() -> str:
     tx = fn.chain(fn.average("data"), fn.compressed_average("data", fn.sign(8 * (1 + dist.get_rank()))))
     with bound():

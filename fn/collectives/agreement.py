@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -312,6 +312,23 @@ def describe_leaves(params: Tree) -> dict[str, str]:
     return {**{f"params[{path}]": f"{tuple(p.shape)} {p.dtype}" for path, p in leaves}, **order}
 
 
+def check_order(axes: Sequence[str], params: Tree, lists: Mapping[str, Iterable[int]] | None = None) -> None:
+    """Compare over axes which leaves of the params are in lists, and in which order; every rank must call it.
+
+    What is shown a list knows no keys. Ranks whose dicts have another order, or that chose other leaves of the same
+    shape, would average one parameter with another.
+
+    Args: axes: of what is shown the lists. lists: a name -> the numbers of the leaves in it; None: one of all.
+    Raises: as `check_agreement`.
+    """
+    if not axes:
+        return
+    paths = tree.paths(params)
+    lists = {"the params": range(len(paths))} if lists is None else lists
+    fields = {f"leaf {n} of {name}": paths[i] for name, chosen in lists.items() for n, i in enumerate(chosen)}
+    check_agreement(axes[0] if len(axes) == 1 else tuple(axes), fields, device_of(params))
+
+
 def describe(value: Any) -> dict[str, str]:
     """Return the settings that a value holds, by name: numbers, names and dtypes, looking into tuples and partials.
 
@@ -367,8 +384,9 @@ def _texts(value: Any, name: str, shared: bool = False) -> Iterator[tuple[str, s
 
 def _text_of_tensor(x: Tensor, shared: bool) -> str:
     if _is_one_number(x):
-        # Nine digits tell all float32 numbers apart.
-        return f"{x.item():.9g}"
+        number = x.item()
+        # Nine digits tell all float32 numbers apart; float64 and whole numbers have more.
+        return f"{number:.9g}" if isinstance(number, float) and x.element_size() <= 4 else repr(number)
     form = f"{tuple(x.shape)} {x.dtype}"
     if not shared or x.device.type == "meta" or not is_concrete(x):
         return form

@@ -10,7 +10,7 @@ from torch import Tensor
 import fn
 from fn import tree
 from fn.arguments import check_interval, check_is_transform
-from fn.base import check_arguments, combine
+from fn.base import as_updates, check_arguments, combine
 from fn.errors import expected
 from fn.roles import declare
 
@@ -102,6 +102,7 @@ def primal_average(
             updates, params = check_arguments(updates, state, params, PrimalAverageState, "fast")
             y = tree.map(lambda p: p.to(_wide(p)), params)
             moves, inner_state = move(updates, state.inner, y)
+            moves = as_updates(moves, y)
             zeros = tree.map(torch.zeros_like, y)
             # Updates of zeros, so that what comes back is the shrinkage alone.
             shrinks, decay_state = shrink(zeros, state.decay, state.fast if decays == "fast" else y)

@@ -1,15 +1,16 @@
-"""Steps of `late` in place: a gradient that is kept for the next step is taken over, not copied."""
+"""Steps of `late` in place: they keep a copy of each gradient, and leave the params alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from fn import tree
 from fn.base import UpdateFn
 from fn.inplace.links import MatchedChain
 from fn.inplace.match import register
+from fn.inplace.memory import copy_into
 from fn.inplace.outer import as_inner
 from fn.inplace.protocol import InPlace, Staged
 from fn.transforms.late import LateLocal, LateState, LateWarmup
@@ -28,25 +29,19 @@ def local(rule: LateLocal, chain: MatchedChain) -> InPlace | str:
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
         own: LateState = chain.link.state(state)
         tree.check_updates(updates, own.gradients)
-        pairs = [*zip(*tree.lists(own.gradients, updates), strict=True)]
+        olds, grads = tree.lists(own.gradients, updates)
+        # A copy: a script may keep the gradient's memory, and fill it anew while the mean travels. In other memory than
+        # the last one, which a mean that is on its way may read. Contiguous, as it is sent.
+        kept = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in olds]
+        copy_into([*zip(kept, grads, strict=True)])
 
         def commit() -> None:
-            for kept, g in pairs:
-                # The memory of the last gradients stays as it is: a mean that is on its way may read it.
-                kept.set_(g.detach() if may_be_taken(g, kept) else g.detach().to(kept, copy=True).contiguous())
+            for x, new in zip(olds, kept, strict=True):
+                x.set_(new)
 
         return Staged(True, commit)
 
     return InPlace(pure, stage)
-
-
-def may_be_taken(g: Tensor, like: Tensor) -> bool:
-    """Tell whether a gradient can be taken over: it is dense and has memory of its own, so that it lies in no bucket.
-
-    Where DDP has `gradient_as_bucket_view`, gradients are views of its buckets, which the next backward pass writes.
-    """
-    alone = g.is_contiguous() and not g._is_view() and g.untyped_storage().nbytes() == g.numel() * g.element_size()
-    return alone and type(g) is Tensor and g.dtype == like.dtype and g.device == like.device
 
 
 register(LateLocal, local, looks=False, last=AROUND)

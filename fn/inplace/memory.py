@@ -18,8 +18,8 @@ from fn.kernels.tracing import is_concrete
 Tree = Any
 
 
-def written_into(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return a function that copies the leaves of `new` into those of `old`.
+def written_into(old: Tree, new: Tree, renewed: Tree = ()) -> Callable[[], None]:
+    """Return a function that copies the leaves of `new` into those of `old`; those of `renewed` get other memory first.
 
     A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now: what is
     written first would change it.
@@ -36,8 +36,16 @@ def written_into(old: Tree, new: Tree) -> Callable[[], None]:
             )
     # Copied aside before anything is written: the leaf may be one that an earlier copy overwrites.
     pairs = [*zip([o for o, _ in changed], aside([n for _, n in changed], olds), strict=True)]
-    # What a compiled graph writes into a 0-d tensor of float64 itself, torch (2.13) loses: () -> (1,)
-    return lambda: copy_into([(o, n) if o.dim() else (o.view(1), n.view(1)) for o, n in pairs])
+    kept = {id(x) for x in tree.leaves(renewed)}
+
+    def write() -> None:
+        for o, _ in changed:
+            if id(o) in kept:
+                o.set_(torch.empty_like(o))
+        # What a compiled graph writes into a 0-d tensor of float64 itself, torch (2.13) loses: () -> (1,)
+        copy_into([(o, n) if o.dim() else (o.view(1), n.view(1)) for o, n in pairs])
+
+    return write
 
 
 def copy_into(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_is_transform, check_whole
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, combine, links_of, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, combine, facts_of, links_of, unchanged
+from fn.collectives.agreement import check_order
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.codecs.pickling import invalidates
 from fn.compiling import memoized
 from fn.errors import expected
-from fn.facts import Facts
+from fn.facts import Facts, merged
 from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
@@ -102,7 +103,10 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
     def init(params: Tree) -> Tree:
         tree.check_real(params, "params")
         # parts (chunks, length) as leaves; detached, so that no state holds the graph of the params
-        return inner.init(basis.parts_of([p.detach() for p in tree.leaves(params)]))
+        parts = basis.parts_of([p.detach() for p in tree.leaves(params)])
+        shown = [inner] if of_length is None else [of_length(n) for n in _places(tree.leaves(parts))]
+        check_order(merged(*map(facts_of, shown)).axes, params)
+        return inner.init(parts)
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         (average,) = updates_of

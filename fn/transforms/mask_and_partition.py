@@ -23,9 +23,10 @@ from fn.base import (
     facts_of,
     says,
 )
+from fn.collectives.agreement import check_order
 from fn.compiling import own_code
 from fn.errors import expected
-from fn.facts import Averages, Facts, of_branches
+from fn.facts import Averages, Facts, merged, of_branches
 
 Tree = Any
 Chosen = Mapping[int, str]
@@ -113,7 +114,9 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         return {i: "" for i, keep in enumerate(flags) if keep}
 
     def init(params: Tree) -> Tree:
-        return inner.init(_pick(params, places(params)))
+        chosen = places(params)
+        check_order(facts_of(inner).axes, params, {"the mask": chosen})
+        return inner.init(_pick(params, chosen))
 
     def masked(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         (inner_update,) = updates_of
@@ -240,7 +243,9 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         }
 
     def init(params: Tree) -> dict[str, Tree]:
-        return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in places(params).items()}
+        chosen_of = places(params)
+        check_order(merged(*map(facts_of, transforms.values())).axes, params, _by_name(chosen_of))
+        return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in chosen_of.items()}
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         def of(update_of: Mapping[str, UpdateFn]) -> UpdateFn:
@@ -276,6 +281,10 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     branches = [*map(facts_of, transforms.values())]
     facts = of_branches(facts_of(tx), branches)
     return tx._replace(facts=_batched(facts, branches, lambda params: places(params).values()))
+
+
+def _by_name(chosen_of: Mapping[str, Chosen]) -> dict[str, Chosen]:
+    return {f"label {label!r}": chosen for label, chosen in chosen_of.items()}
 
 
 def in_slices(inner: Transform, cut: Callable[[Tree], list[bool]]) -> Transform:

@@ -30,7 +30,7 @@ from fn.base import (
     facts_of,
     says,
 )
-from fn.collectives.agreement import device_of, true_on_all
+from fn.collectives.agreement import check_order, device_of, true_on_all
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.compiling import original
@@ -50,7 +50,7 @@ from fn.transforms.outer_checks import (
     check_schedule,
     local_phase,
 )
-from fn.transforms.skip_nonfinite import all_finite
+from fn.transforms.skip_nonfinite import all_finite, only_where
 
 Tree = Any
 
@@ -228,7 +228,9 @@ def outer(
         # difference would be zero.
         anchor = tree.map(lambda p: as_anchor(p.detach().clone(memory_format=torch.contiguous_format)), params)
         zeros = tree.leaves(tree.map(zeros_like_moment, params))
-        parts = [[zeros[i] for i in places] for places in fragment_places(fragments, params).values()]
+        places_of = [*fragment_places(fragments, params).values()]
+        parts = [[zeros[i] for i in places] for places in places_of]
+        check_order(facts_of(sync).axes, params, {f"fragment {n}": places for n, places in enumerate(places_of)})
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         # Counters lie where the params do: on the host each step would wait for the device to count.
         device = device_of(params)
@@ -438,7 +440,7 @@ def taken_alone(
 
     Args: update: what takes the step. updates, state, params: its arguments. shards: axes over which the tensors are
         divided, whose ranks leave the step out together.
-    Returns: its updates, -0.0 where it is left out; the state after it; whether it was taken, 0-d bool.
+    Returns: its updates, which move nothing where it is left out; the state after it; whether it was taken, 0-d bool.
     """
     moves, after = update(updates, state, params)
     ok = all_finite(tree.leaves(moves))
@@ -447,8 +449,7 @@ def taken_alone(
     ok = true_on_all(ok, shards, device_of(params))
     if known(ok):
         return moves, after, ok
-    # -0.0 changes no param, not even one of -0.0, of which +0.0 would make 0.0.
-    moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
+    moves = only_where(ok, moves, params)
     leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given
     chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state), strict=True)]
     return moves, tree.unflatten(structure, chosen), ok

@@ -30,7 +30,19 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says, update_in
+from fn.base import (
+    Phase,
+    Transform,
+    UpdateFn,
+    as_updates,
+    check_params,
+    check_state,
+    facts_of,
+    has_phase,
+    missing,
+    says,
+    update_in,
+)
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -211,7 +223,7 @@ def owned(
                 with flags.unassumed():  # own tensors may be finite where another rank's are not
                     moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
                     # A guard inside skips on one rank only; its NaN travels, so that the guard outside skips on all.
-                    moves, inside = show_failures(moves, state.inner, inside)
+                    moves, inside = show_failures(as_updates(moves, own_params), state.inner, inside)
                 del means  # before memory is taken for the updates of all tensors
                 # an update at each owner becomes all updates on every rank, in the shapes of the leaves
                 if codes and not to_all.exact:

@@ -3,7 +3,7 @@
     gradients (n,) on each rank
       | reduce-scatter by a codec with feedback       -> shard of the mean (n / W,), float32
       | inner's update of this shard and its state    -> shard of the updates
-      | all-gather of the updates, or of the params   -> (n,), the same on every rank
+      | all-gather of the updates, or of new params   -> (n,), the same on every rank
 
 The inner links need not know of it: they see this rank's shard of gradients and params, as vectors.
 
@@ -29,8 +29,22 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_flag, check_interval, check_is_transform
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, has_phase, missing, says, update_in
-from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
+from fn.base import (
+    NewParams,
+    Phase,
+    Transform,
+    UpdateFn,
+    apply_updates,
+    as_updates,
+    check_params,
+    check_state,
+    facts_of,
+    has_phase,
+    missing,
+    says,
+    update_in,
+)
+from fn.collectives.agreement import check_agreement, check_order, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, compressed_all_reduce, reduce_scatter_wide
@@ -191,10 +205,11 @@ def sharded(
             is ZeRO++'s qwZ.
         gather_feedback: how errors of what travels back are kept; None is `off()`, which is right for
             params, because the master copy loses nothing.
-        master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
-            updates. None: where the params are in half precision. If something writes into params between steps,
-            such as a model's `load_state_dict`, the master follows; with `gather`, whose params in codes
-            differ from the master anyway, only before the first step of an `fn.Optimizer`.
+        master: keep this rank's shard of the params in float32 in the state, and gather params, which the update
+            returns as `fn.base.NewParams`. False gathers updates. None: where the params are in half precision. If
+            something writes into params between steps, such as a model's `load_state_dict`, the master follows; with
+            `gather`, whose params in codes differ from the master anyway, only before the first step of an
+            `fn.Optimizer`.
         layout: as for `compressed_average`. With "flat" and "fused" the inner sees a list of vectors, one per (dtype,
             device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work. All
             pieces are vectors: a mask by `ndim` is made from the params outside, as a tree of bools.
@@ -240,6 +255,7 @@ def sharded(
         tree.check_real(params, "params")
         # Before anything else is sent: ranks with other vectors would read each other's as their own.
         check_agreement(axis, {**describe((rules, inner)), **describe_leaves(params)}, device_of(params))
+        check_order(facts_of(inner).axes, params)
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
         plan = rules.arrange(leaves)  # leaves of a dtype and device make a vector (n,), padded to W rows (n / W,)
@@ -291,10 +307,12 @@ def sharded(
                     # written.
                     owned.append(saved if rules.gather is not None else refreshed(saved, leaves, bucket, index))
             with flags.unassumed():  # this shard may be finite where another rank's is not
-                moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
+                pieces = as_inner(structure, owned)
+                moves, inside = move(as_inner(structure, shards), state.inner, pieces)
                 # A NaN is gathered with the shard, so that the guard around this skips on all ranks.
-                moves, inside = show_failures(moves, state.inner, inside)
-            new_leaves: dict[int, Tensor] = {}
+                moves, inside = show_failures(as_updates(moves, pieces), state.inner, inside)
+            moved_leaves: dict[int, Tensor] = {}
+            new_params: dict[int, Tensor] = {}  # of vectors that have a master
             masters: list[Tree] = []
             for i, (bucket, moved, old) in enumerate(zip(plan, tree.leaves(moves), owned, strict=True)):
                 sends_params = isinstance(state.master[i], Tensor)
@@ -302,10 +320,15 @@ def sharded(
                 dtype = leaves[bucket.leaf_indices[0]].dtype if sends_params else moved.dtype
                 whole, kept[i] = gather_back(value, dtype, kept[i], bucket, rules, codes)  # (n / W,) -> (n,)
                 parts = zip(bucket.leaf_indices, split(whole, bucket), strict=True)
-                # params travelled, and updates are returned: their difference to what is here
-                new_leaves.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
+                (new_params if sends_params else moved_leaves).update(parts)
                 masters.append(value if sends_params else ())
-            return layouts.restore(structure, new_leaves), _state(inside, masters, kept, state.place)
+            made = _state(inside, masters, kept, state.place)
+            if not new_params:
+                return layouts.restore(structure, moved_leaves), made
+            # As they are: p + (p' - p) may miss p', which the next step would take for a write by hand, and the master
+            # would lose its digits.
+            new_params.update((k, *apply_updates([leaves[k]], [moved])) for k, moved in moved_leaves.items())
+            return NewParams(layouts.restore(structure, new_params)), made
 
         return Sharded(rules, move, phase is Phase.COMPRESSED, update)
 

@@ -144,13 +144,17 @@ def _keep_or_skip(
     if known(ok):  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, state.skipped)
     skipped = state.skipped + (~ok).to(state.skipped)
+    return only_where(ok, updates, params, instead), SkipState(chosen(ok, after, state.inner), skipped)
+
+
+def only_where(ok: Tensor, updates: Tree, params: Tree, instead: float | None = None) -> Tree:
+    """Return updates, or `NewParams`, where ok; elsewhere such that move nothing, or `instead`."""
     if isinstance(updates, NewParams):
         old = params if instead is None else tree.map(lambda p: torch.full_like(p, instead), params)
-        updates = NewParams(tree.map(lambda new, p: torch.where(ok.to(p.device), new, p.to(new)), updates.params, old))
-    else:
-        still = -0.0 if instead is None else instead
-        updates = tree.map(lambda u: torch.where(ok.to(u.device), u, still), updates)
-    return updates, SkipState(chosen(ok, after, state.inner), skipped)
+        return NewParams(tree.map(lambda new, p: torch.where(ok.to(p.device), new, p.to(new)), updates.params, old))
+    # -0.0 changes no param, not even one of -0.0, of which +0.0 would make 0.0.
+    still = -0.0 if instead is None else instead
+    return tree.map(lambda u: torch.where(ok.to(u.device), u, still), updates)
 
 
 def chosen(ok: Tensor, new: Tree, old: Tree) -> Tree:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_kind
-from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, has_phase, missing, update_in
+from fn.base import Phase, Transform, UpdateFn, as_updates, check_state, facts_of, has_phase, missing, update_in
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.axis import axis_size
@@ -155,6 +155,7 @@ def unsharded(
         leaves, cuts, owners = form.slices(params), form.cuts, form.owners
         shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in cuts]
         fields = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes, "owners": owners}
+        fields["paths of the params"] = tree.paths(params)
         check_agreement(axis, fields, device_of(params))
         # pieces (n / W, ...) -> whole params (n, ...) at their owners: init sends them, so all ranks must call it
         wholes = mine(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
@@ -192,7 +193,7 @@ def unsharded(
             with flags.unassumed():  # own tensors may be finite where another rank's are not
                 moves, inside = move(tree.unflatten(form.inner, own), state.inner, inner_params)
                 # A guard inside skips at an owner only; its NaN travels in the pieces, so that all ranks skip.
-                moves, inside = show_failures(moves, state.inner, inside)
+                moves, inside = show_failures(as_updates(moves, inner_params), state.inner, inside)
             # updates (n, ...) at their owners -> the pieces (n / W, ...) of each rank
             pieces, server = _divided(tree.leaves(moves), leaves, cuts, owners, dividing, state.errors.server)
             # () where they travelled exactly, as in the warm-up: errors wait for the next codes.

@@ -2,7 +2,7 @@
 
     python -m fn island --ranks 2 tests/scripts/island_run.py --island 0 --islands 3 --folder DIR
 
-Its batches depend on island, rank and step only. `tests/adapters/test_torchft_long.py` starts and kills these.
+Its batches depend on island, rank, step and seed only. `tests/adapters/test_torchft_long.py` starts and kills these.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ def main() -> None:
     parser.add_argument("--island", type=int, required=True)
     parser.add_argument("--islands", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), args.folder
     text, held_out = read_standard_library()
-    torch.manual_seed(args.island)
+    torch.manual_seed(10 * args.seed + args.island)
     model = Transformer(layers=4, width=96, heads=4)
     ranks = DistributedDataParallel(model)
     schedule = fn.every(EVERY)
@@ -69,7 +70,8 @@ def main() -> None:
             fault.unlink()  # first: who returns is not to fail again
             FAULTS[name]()
             torch.save(opt.state_dict(), folder / f"state-{args.island}-{rank}.pt")
-        draw = torch.Generator().manual_seed(1000 * opt.steps + 10 * args.island + rank)
+        place = 1000 * opt.steps + 10 * args.island + rank
+        draw = torch.Generator().manual_seed((args.seed << 32) + place)
         loss_of(ranks, cut(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=draw), CONTEXT)).backward()
         opt.step()
         opt.zero_grad()

@@ -34,7 +34,7 @@ from fn.collectives.transports.failure_detection import falling_silent, raising_
 from fn.compiling import original
 from fn.errors import expected
 from fn.inplace.match import in_place
-from fn.inplace.memory import aside, check_apart, copy_into, memory_of, move, successor, written_into
+from fn.inplace.memory import aside, check_apart, copy_into, move, written_into
 from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, settled
 from fn.kernels import flags
@@ -210,8 +210,11 @@ class Core(torch.optim.Optimizer):
         """Return states in which late gradients with a role, those of this rank or their mean, are clipped."""
         return states
 
-    def announce(self, number: int, steps: int) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
+    def announce(self, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
+        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one.
+
+        Args: steps, resting: as they were when it began.
+        """
         return nothing
 
     def held(self, *, exchange: bool = False) -> Callable[[], None]:
@@ -235,6 +238,16 @@ class Core(torch.optim.Optimizer):
             rounds: dict[Any, Round] = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
             return rounds.get(phase, phase)
         return phase.phase
+
+    @property
+    def resting(self) -> list[str]:
+        """Return the names of the parameters whose `requires_grad` is switched off, with their groups."""
+        return [
+            f"parameter {name} in group {g}"
+            for g, group in enumerate(self.param_groups)
+            for name, p in zip(names_of(group), group["params"], strict=True)
+            if not p.requires_grad
+        ]
 
     @property
     def states(self) -> tuple[Tree, ...]:
@@ -389,16 +402,12 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         check_shapes(moves, params)
         # The state is written before the params, and would overwrite updates that lie in its memory.
         moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
-        # Gradients that are kept get new memory: that of the last ones may be read by a mean that is on its way.
-        kept = roles.find(state, "taken")
-        renew = successor(kept, tree.map(torch.clone, roles.find(after, "taken")))
-        old = iter(kept)
-        after = roles.replace(after, "taken", lambda _: next(old))
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
-        write_state = written_into(state, after._replace(skipped=state.skipped))
+        # A mean that is on its way may read the gradients that were kept last, in their memory.
+        write_state = written_into(state, after._replace(skipped=state.skipped), roles.find(state, "taken"))
 
         def commit() -> None:
-            for write in (*late, write_state, renew):
+            for write in (*late, write_state):
                 write()
             move(params, moves)
 
@@ -454,7 +463,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
         # Before the mean, which sends the difference.
         states = weighed(landed, states, weight)
     if begin is not None and at_once:
-        compare = core.announce(begin, core.steps)
+        compare = core.announce(begin, core.steps, core.resting)
         with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
             compare()
         states, new = each(core, "mean", begin, states, new)
@@ -524,8 +533,8 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
     """
     # Other tensors in the same memory: the next local step gives those of the state another one.
     states = [roles.replace(state, "taken", partial(tree.map, Tensor.detach)) for state in states]
-    # A copy and a number, not the optimizer's: the job may run while the training changes both.
-    earlier, steps, device = [*core.flights], core.steps, device_of(core)
+    # Copies and a number, not the optimizer's: the job may run while the training changes them.
+    earlier, steps, resting, device = [*core.flights], core.steps, core.resting, device_of(core)
     given, live = tree.leaves(states), tree.leaves([unit.state for unit in core.units])
     # () -> the shape of p, without memory. NaN, so that a mean that calculates with params is seen to do so.
     unread = [tree.map(lambda p: p.new_full((), torch.nan).expand_as(p), unit.params) for unit in core.units]
@@ -536,7 +545,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         # exchange has made anew stays as it is: that difference was taken with it.
         base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
         from_states = tree.with_leaves(states, base)
-        compare = core.announce(number, steps)
+        compare = core.announce(number, steps, resting)
         if device.type == "cpu":
             compare()  # on an accelerator whoever queues the job would wait here for the other ranks
         from_states = core.clipped(from_states, "taken")
@@ -626,15 +635,6 @@ def check_shapes(moves: Tree, params: Tree) -> None:
         if shape != right:
             text = f"leaf {path!r} to have the shape of its parameter, {tuple(right)}"
             raise ValueError(expected("updates", text, f"{tuple(shape)}"))
-
-
-def let_go(core: Core) -> None:
-    """Take gradients away from params where a state has taken them over: `zero_grad` would write into them."""
-    for unit in core.units:
-        taken = {memory_of(x) for x in tree.leaves(roles.find(unit.state, "taken")) if x.numel()}
-        for p in unit.members if taken else ():
-            if p.grad is not None and memory_of(*pieces([p.grad])) in taken:
-                p.grad = None
 
 
 def skipped(core: Core) -> int:

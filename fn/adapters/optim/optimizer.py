@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -302,10 +302,10 @@ class Optimizer(Core):
                     self.doubts.discard(Phase.COMPRESSED)
         stage_exchange(self, round_).commit()
 
-    def announce(self, number: int, steps: int) -> Callable[[], None]:
+    def announce(self, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
         """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
         axes = tuple(axis for axis in self.axes if axis not in inside_of(self))
-        return agree.announced(axes, number, steps, device_of(self))
+        return agree.announced(axes, number, steps, resting, device_of(self))
 
     def held(self, *, exchange: bool = False) -> Callable[[], None]:
         """Return a function that gives params that rest their numbers back, and what a state has of them."""

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase
@@ -143,3 +144,87 @@ def test_what_is_thawed_on_all_ranks_is_refused_on_all_and_trains_behind_the_cur
         assert ["call add_param_group" in text and "0.weight" in text for text in said] == [True], name
         assert not torch.equal(params[0], before), name
         assert all(map(torch.equal, params, other[name][2])), name
+
+
+APART: dict[str, Any] = {
+    "AdamW": (fn.adamw, None, 0),
+    "1-bit Adam": (fn.onebit_adam, fn.freeze_after(2), 0),
+    "DiLoCo": (fn.diloco, fn.every(2), 0),
+    "DiLoCo, in a later round": (fn.diloco, fn.every(2), 3),
+    "DiLoCo, late": (fn.diloco, fn.every(2, delay=1), 3),
+    "DiLoCo, of fragments": (partial(fn.diloco, fragments=2), fn.every(4, fragments=2), 3),
+    "late AdamW": (fn.late(fn.adamw), fn.every(1, delay=1, start=1), 3),
+}
+"""A method, its schedule, and the step in front of which one rank alone switches a parameter off."""
+
+
+def switched_off_by_one_rank(name: str, rank: int) -> tuple[Any, ...]:
+    """Return what the ranks said, in front of which step, the steps that count, and params behind the cure."""
+    (make, schedule, off), params = APART[name], [torch.nn.Parameter(torch.ones(n)) for n in (5, 6, 3)]
+    with fn.bind({"data": dist.group.WORLD}):
+        groups = [{"params": [("first", params[0]), ("second", params[1])]}, {"params": [("third", params[2])]}]
+        opt = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=0.05)
+    generator, said = torch.Generator().manual_seed(dist.get_rank()), []
+
+    def step() -> None:
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator) if p.requires_grad else None
+        opt.step()
+
+    for _ in range(off):
+        step()
+    params[1].requires_grad_(dist.get_rank() != rank)
+    for t in range(off, off + 4):
+        try:
+            step()
+        except fn.RanksDisagree as error:
+            said.append((t, error.rank, error.field, str(error)))
+            break
+    taken = opt.steps
+    params[1].requires_grad_(False)
+    before = params[1].detach().clone()
+    for _ in range(4):
+        step()
+    opt.states  # noqa: B018  # lands what is on its way
+    return said, taken, torch.equal(before, params[1]), [p.detach().clone() for p in params]
+
+
+def apart() -> dict[tuple[str, int], Any]:
+    return {(name, rank): switched_off_by_one_rank(name, rank) for name in APART for rank in (0, 1)}
+
+
+def test_what_one_rank_alone_switches_off_is_named_on_all_before_the_next_exchange():
+    """Such a parameter drifted: it stayed on one rank, and moved on the others."""
+    found = ranks.run(2, apart)
+    for (name, rank), (said, taken, stays, params) in found[0].items():
+        assert found[1][name, rank][0] == said, name
+        ((step, culprit, field, text),) = said
+        off, left = APART[name][2], "nothing has moved" if APART[name][2] == 0 else "parameters and state are as after"
+        assert (culprit, field) == (1, "requires_grad of parameter second in group 0"), name
+        assert f"is {rank == 0} on rank 1 and {rank == 1} on rank 0; switch it on all ranks alike" in text, name
+        assert left in text, name
+        assert off <= step <= off + 2, name
+        assert taken == (0 if off == 0 else step + 1), name
+        assert stays, name
+        if "Adam" in name and "late" not in name:
+            assert all(map(torch.equal, params, found[1][name, rank][3])), name
+
+
+def two_axes() -> list[tuple[int | None, str]]:
+    """Let rank 3 of 2 x 2 alone switch a parameter off in front of the first step."""
+    p, mesh = torch.nn.Parameter(torch.ones(3)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "data"))
+    with fn.bind(mesh):
+        opt = fn.Optimizer([p], lambda lr: fn.adamw(lr, axis=("node", "data")), lr=0.1)
+    p.requires_grad_(dist.get_rank() != 3)
+    p.grad = torch.ones(3) if p.requires_grad else None
+    try:
+        opt.step()
+    except fn.RanksDisagree as error:
+        return [(error.rank, str(error))]
+    return []
+
+
+def test_all_ranks_of_two_axes_hear_of_it():
+    for found in ranks.run(4, two_axes):
+        ((_, text),) = found
+        assert "requires_grad of parameter 0 in group 0 is False on rank 1 and True on rank 0" in text

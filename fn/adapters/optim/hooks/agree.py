@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,16 +17,18 @@ from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
 from fn.collectives.agreement import (
     EXCHANGE,
+    Difference,
     check_agreement,
     check_calls,
     check_numbers,
     describe,
     describe_numbers,
     device_of,
+    differences,
     gather_values,
     header,
 )
-from fn.collectives.axis import axis_size
+from fn.collectives.axis import axis_size, current_binding
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.inplace.match import registered
@@ -157,6 +161,12 @@ def check_islands(core: Core) -> None:
         _compare_params([axis for axis in core.axes if axis in inside], dict(enumerate(core.param_groups)), cure)
 
 
+def compare_resting(core: Core) -> None:
+    """Refuse a first step in which parameters rest on some ranks only. All ranks call it."""
+    device, left = device_of(core.param_groups), "nothing has moved"
+    compare_on_axes([*core.wires], lambda axis: refuse_resting((axis,), core.resting, device, left), device)
+
+
 def check_same_params(core: Core) -> None:
     """Refuse a first step from params that differ, for they were written behind the construction. All ranks call it."""
     cure = "they were written after the optimizer was made: load the same ones on all ranks"
@@ -196,20 +206,23 @@ def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dic
         raise ValueError(expected(name, "a path of its own for every leaf", f"two leaves at {path!r}", cure))
 
 
-def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.device) -> Callable[[], None]:
+def announced(
+    axes: tuple[str, ...], number: int, steps: int, resting: Sequence[str], device: torch.device
+) -> Callable[[], None]:
     """Tell the other ranks which exchange follows; return a function that waits for theirs, and compares.
 
     A message does not name its content: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
-    a mean of two fragments of one size would be taken for one of each.
+    a mean of two fragments of one size would be taken for one of each. What rests on one rank only would drift there.
 
     Inside of `fn.kernels.flags.assumed` an accelerator is not waited for: whether all say the same is one of these
     flags.
 
-    Args: number: of the exchange. steps: taken on this rank.
+    Args: number: of the exchange. steps: taken on this rank. resting: names of the parameters that rest on it.
     """
     if not axes or axis_size(axes) == 1:
         return lambda: None
-    rows = header(EXCHANGE, axes, device, number, steps)
+    word, here = mark_of(resting) << 32 | steps, current_binding()
+    rows = header(EXCHANGE, axes, device, number, word)
 
     def compare() -> None:
         # (W, 2) against the (1, 2) of rank 0.
@@ -217,7 +230,7 @@ def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.devi
             return
         heard = rows.tolist()
         check_calls(heard, axes, LOCAL_STEP_TAKEN)
-        first, *others = [(head >> 8 & 0xFFFFFFFF, taken) for head, taken in heard]
+        first, *others = [(head >> 8 & 0xFFFFFFFF, told & 0xFFFFFFFF) for head, told in heard]
         for rank, row in enumerate(others, 1):
             if row != first:
                 raise RanksDisagree(
@@ -228,5 +241,24 @@ def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.devi
                     rank=rank,
                     field="step" if row[0] == first[0] else "fragment",
                 )
+        with here:  # whoever reads states waits for a mean with other axes bound
+            refuse_resting(axes, resting, device, LOCAL_STEP_TAKEN)
 
     return compare
+
+
+def mark_of(resting: Sequence[str]) -> int:
+    """Return a number of 31 bits for the names of parameters that rest; 0 for none."""
+    return int.from_bytes(blake2b(repr(resting).encode(), digest_size=4).digest(), "big") >> 1 if resting else 0
+
+
+def refuse_resting(axes: tuple[str, ...], resting: Sequence[str], device: torch.device, left: str) -> None:
+    """Name the first parameter that rests on some ranks of axes only, with a `RanksDisagree`. All ranks must call it.
+
+    Args: resting: names of those that rest on this rank. left: how parameters and state are.
+    """
+    with watched_by(Watchers()):  # which no ledger counts
+        found = differences(dict.fromkeys(resting, "off"), partial(gather_values, axis=axes, device=device))
+    for name, values in found[:1]:
+        difference = Difference(f"requires_grad of {name}", [value != "off" for value in values])
+        raise difference.error(f"{difference}; switch it on all ranks alike, in front of the same step; {left}")

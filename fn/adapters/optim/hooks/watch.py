@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit, count_of, let_go, updates_of
+from fn.adapters.optim.core import Core, Unit, count_of, updates_of
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.state_dict import place_of
@@ -88,7 +88,6 @@ def register(core: Core) -> None:
     """Register the hooks that watch steps; a copy of an optimizer gets its own."""
     watch = _Watch()
     core.register_step_post_hook(lambda opt, args, kwargs: watch.after(opt))
-    core.register_step_post_hook(lambda opt, args, kwargs: let_go(opt))  # behind what reads gradients
     core.register_load_state_dict_post_hook(lambda opt: watch.start_anew(core))
 
 

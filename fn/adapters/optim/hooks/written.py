@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit, device_of, note_written, versions_of
-from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params
+from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params, compare_resting, mark_of
 from fn.base import Phase
 from fn.collectives.agreement import FIRST_STEP, calling
 from fn.collectives.profiling import Watchers, watched_by
@@ -22,17 +22,21 @@ from fn.collectives.profiling import Watchers, watched_by
 def follow_params(core: Core) -> None:
     """Make copies of the params anew if these were written before the first step; warn if they were written later.
 
-    Before the first step the ranks tell each other, and compare the params. Later they would need a message in each
-    step, and a rank that made its copies anew alone would drift from the others for good. A step of the warm-up keeps
-    copies current itself, so it needs no warning. The axes must be bound.
+    Before the first step the ranks tell each other, and compare the params; also which of these rest. Later they would
+    need a message in each step, and a rank that made its copies anew alone would drift from the others for good. A step
+    of the warm-up keeps copies current itself, so it needs no warning. The axes must be bound.
 
-    Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ.
+    Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ, or some rest on
+        some ranks only.
     """
     written = [written_in(unit) for unit in core.units]
     if core.steps == 0 and not core.has_begun:
-        # The header of the first step says so, too.
-        with calling(FIRST_STEP, axes_of_calls(core), device_of(core), any(written)) as said:
-            wrote = any(said)
+        # The header of the first step says so, too, and what rests.
+        axes, word = axes_of_calls(core), mark_of(core.resting) << 1 | any(written)
+        with calling(FIRST_STEP, axes, device_of(core), word) as said:
+            wrote = any(of_rank & 1 for of_rank in said)
+            if len({of_rank >> 1 for of_rank in said}) > 1:
+                compare_resting(core)
             if wrote:
                 with watched_by(Watchers()):  # which no ledger counts
                     check_same_params(core)
