@@ -67,6 +67,17 @@ def part(text: str, wanted: str = "a part such as 1/100 or 0.01, above 0 and at 
     return number
 
 
+def ratio(text: str) -> float:
+    """Return a ratio: "0.75", "1.1". Raises: ValueError if it is none."""
+    try:
+        number = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        number = 0.0
+    if not 0.01 <= number <= 100:
+        raise ValueError(f"{text!r} is not a ratio such as 0.75 or 1.1, from 0.01 to 100")
+    return number
+
+
 def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:
     match = _NUMBER.fullmatch(text)
     if match is None:
