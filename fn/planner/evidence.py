@@ -156,7 +156,7 @@ def _of_losses(tables: Sequence[dict[str, Any]], params: int, replicas: int, own
             curves.append((math.log(int(count)), between(x, at, over), between(x, at, parts), table))
     curves.sort(key=lambda curve: curve[0])
     counts, k = [curve[0] for curve in curves], math.log(replicas)
-    nats, part = (between(k, counts, [curve[i] for curve in curves]) for i in (1, 2))
+    nats, part = between(k, counts, [curve[1] for curve in curves]), between(k, counts, [curve[2] for curve in curves])
     used = [curves[i][3] for i in _around(replicas, [math.exp(count) for count in counts])]
     grade = AT_SIZE if all(_is_near(params, table["params"]) for table in used) else OTHER_SIZE
     sources = tuple(dict.fromkeys(table["source"] for table in used))
