@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import against, first_hour
+from benchmarks import against, first_hour, published
 from benchmarks.atlas import as_it_comes, choices, downstream, late, local_rates, lost, max_step, same_loss, scale
 from benchmarks.atlas import rounds as outer_steps
 from benchmarks.atlas import runs as atlas
@@ -39,7 +39,10 @@ from benchmarks.steps import convergence, kernels, muon, ranks_step, sharded, st
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = (HERE / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "late.md")
+PAGES = (
+    HERE / "README.md", ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("choosing.md", "late.md", "local_steps.md")),
+)  # fmt: skip
 
 NOT_YET = "not measured yet"
 
@@ -132,6 +135,9 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     rows = atlas.read(atlas.FULL)
     yield "atlas", partial(atlas_summary.report, rows)
     yield "same_loss", same_loss.table
+    yield "published", published.table
+    yield "published losses", published.losses
+    yield "published headline", published.headline
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
     yield "rounds", partial(outer_steps.table, atlas.read(RESULTS / "rounds.json"))

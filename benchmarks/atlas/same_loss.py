@@ -23,25 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullFormatter
 from scipy.stats import t as student
 from tqdm import tqdm
 
 import fn
 from benchmarks.atlas import runs as atlas
-from benchmarks.atlas.methods import METHODS, H, Method, rounds
+from benchmarks.atlas.methods import METHODS, Method, rounds
 from benchmarks.atlas.summary import BASE, MAIN, Row, chosen_rate
 from benchmarks.atlas.tasks import TASKS
 from benchmarks.atlas.train import Run, train
 from benchmarks.measure import ROOT, about, commit, markdown
 from fn.errors import expected
-from fn.planner import traffic
-from fn.planner.command import TCP_BUCKETS, TCP_WHOLE
-from fn.planner.methods import methods
-from fn.planner.network import Cost, Link, network
-from fn.planner.predict import plan
-from fn.planner.recommend import PICKS
 
 STEPS, WORKERS = TASKS[MAIN].steps, TASKS[MAIN].workers
 SEEDS = (21, 22, 23, 24, 25)
@@ -173,64 +165,15 @@ def table() -> str:
     return f"{markdown(head, lines)}\n\n{facts}"
 
 
-MODEL, COMPUTE, MEMORY = 124_000_000, 0.3, 4e12
-"""Of the picture's steps: GPT-2's smallest, on consumers' graphics cards."""
-
-
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw final losses over the time of a run, as the planner predicts it for another model on a slow link.
-
-    AdamW's is a line through its runs; a pick's is a point, with the range of its seeds.
-    """
-    link = Link(Cost(1e-4, 1e9), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
-    net = network(8, 1, link, link)
-    made = plan(methods(traffic.model(MODEL), net, local_steps=H), net, COMPUTE, MODEL, memory=MEMORY)
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-
-    def add(
-        name: str, lengths: Sequence[int], step: float, warm_up: float, first: float, where: tuple[int, int], color: str
-    ) -> None:
-        losses = [[r["loss"] for r in rows if (r["method"], r["steps"]) == (name, steps)] for steps in lengths]
-        hours = [steps * (warm_up * first + (1 - warm_up) * step) / 3600 for steps in lengths]
-        means = [statistics.fmean(x) for x in losses]
-        ends = [[m - min(x) for m, x in zip(means, losses, strict=True)],
-                [max(x) - m for m, x in zip(means, losses, strict=True)]]  # fmt: skip
-        axes.errorbar(hours, means, yerr=ends, capsize=3, marker="o", color=color)
-        axes.annotate(
-            name, (hours[-1], means[-1]), where, textcoords="offset points", ha="left" if where[0] else "center",
-            va="center", color=color,
-        )  # fmt: skip
-
-    add(BASE, LENGTHS, made.of(BASE).step, 0.0, 0.0, (0, -30), "black")
-    for place, (pick, where) in enumerate(zip(PICKS, ((8, 10), (0, 18), (0, -30), (9, -6), (0, 18)), strict=True)):
-        method, _, steps = COMPARED[pick.name]
-        first = made.of(method.warm_up).step
-        add(pick.name, [steps], made.of(pick.row).step, warm_up(method), first, where, f"C{place}")
-    axes.set(
-        xscale="log", xlabel="hours of a run, predicted for 124 million parameters on 8 machines, 1 Gbit/s",
-        ylabel="final loss of the small model, nats per byte",
-    )  # fmt: skip
-    axes.margins(x=0.1, y=0.12)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     """Take what is missing, and write each run as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="where runs are kept")
     parser.add_argument("--package", action="store_true", help="write the ratios for the planner, and run nothing")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the runs that are there, and run nothing")
     args = parser.parse_args()
     rows = atlas.read(args.json)
     if args.package:
         PACKAGE.write_text(json.dumps(package(rows), indent=1) + "\n")
-    if args.png:
-        draw(rows, args.png)
-    if args.package or args.png:
         return
     done = {Run(*(row[name] for name in Run._fields)) for row in rows}
     for run, method in tqdm([pair for pair in wanted() if pair[0] not in done], desc="runs"):

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fn.planner import calibrate, page, probe, traffic, units
+from fn.planner.evidence import show_parts
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
 from fn.planner.predict import Plan, Prediction, efficiency_of_buckets, one_topology_each, plan
-from fn.planner.recommend import PICKS, Recommendation, candidate, measured, recommend, show_parts
+from fn.planner.recommend import EXACT_MUON, PICKS, Candidate, Recommendation, candidate, recommend
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
 MEMORY = 1.6e13
@@ -63,6 +64,8 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
     ("--bucket", units.count, "BYTES", traffic.BUCKET, "bytes that overlapped methods send together (default: 25 MiB)"),
     ("--interval", units.count, "STEPS", INTERVAL, f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})"),
     ("--local-steps", units.count, "STEPS", LOCAL_STEPS, f"steps of a round of DiLoCo (default: {LOCAL_STEPS})"),
+    ("--steps-ratio", units.ratio, "RATIO", None, "steps of every pick over AdamW's to the same loss, in place of what "
+     "is published for this size"),
     ("--rank", units.rank, "R", None, "rank of factors, or its part of the smaller side (default: 4, and 1/4 of dion)"),
     ("--density", units.part, "PART", None, "part of the numbers that sparse methods send (default: each one's own)"),
     ("--steps", units.count, "N", probe.STEPS, f"optimizer's steps after which --probe stops (default: {probe.STEPS})"),
@@ -254,23 +257,23 @@ def _show(
     options = {key: getattr(arguments, key) for key in ("interval", "local_steps", "rank", "density", "contrib")}
     compared = methods(model, net, bucket=arguments.bucket, **options)
     made = plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
-    shown, said = made if arguments.all else one_topology_each(made), recommend(made)
+    shown, said = made if arguments.all else one_topology_each(made), recommend(made, arguments.steps_ratio)
     if arguments.json:  # files first: behind `| head` nobody may read on
-        Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(as_json(made, said), indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
         table = rows(**{**options, "local_steps": max(2, arguments.local_steps)})
         tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
             table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,
-            memory=memory, bucket=arguments.bucket, coding=coding,
+            memory=memory, bucket=arguments.bucket, coding=coding, steps_ratio=arguments.steps_ratio,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
     print(*said.lines, "", title, "", table_of_picks(made, said), "", sep="\n")
     if arguments.all or arguments.contrib:
         print(as_table(shown, net), "", sep="\n")
-    print(made.verdict)
+    print(said.why)
 
 
 TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
@@ -290,19 +293,22 @@ def describe_network(net: Network) -> str:
 
 
 def table_of_picks(plan: Plan, said: Recommendation) -> str:
-    """Return one line a pick, in the order of all pages, below AdamW."""
-    rows = [("take", "when", "step", "steps to the same loss", "time to the same loss")]
-    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.of("adamw").step), "100 %", "100 %"))
-    for pick, c in zip(PICKS, said.picks, strict=True):
-        rows.append((c.label, pick.when, show_seconds(c.prediction.step), show_parts(c.steps), show_parts(c.time)))
-    lines = [*_columns(rows), ABOUT.format(**measured(), count=len(measured()["seeds"]))]
+    """Return one line a pick, in the order of all pages, below AdamW and exact Muon, and what is known of each."""
+    rows = [("take", "when", "step", "steps to the same loss", "time to the same loss", "evidence")]
+    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.of("adamw").step), "100 %", "100 %", ""))
+    known = []
+    for pick, c in zip((EXACT_MUON, *PICKS), (said.exact, *said.picks), strict=True):
+        name = f"{c.name}, DDP" if pick is EXACT_MUON else c.label
+        steps, time = (show_parts(x) if x else "" for x in (c.evidence.steps, c.time))
+        rows.append((name, pick.when, show_seconds(c.prediction.step), steps, time, c.evidence.grade))
+        known.append(f"{name}: {c.evidence.words}")
+    lines = [*_columns(rows), "", *known, ABOUT]
     two_level = any(c.prediction.method.topology != "flat" for c in said.picks)
     return "\n".join([*lines, TWO_LEVEL] if two_level else lines)
 
 
 ABOUT = """
-Steps to the same loss are of a small model, {model} with {params:,} parameters and {steps} steps of AdamW,
-with the 95 % interval of {count} seeds (commit {commit}). Times count the warm-up of those runs.
+Steps are over AdamW's to the same loss; docs/choosing.md explains each number. --steps-ratio gives your own.
 "python -m fn" shows the code of each pick, --all every method, --contrib those of fn.contrib, too."""
 
 TWO_LEVEL = 'Two-level: exact means inside a node, codes between nodes: axis=("local", "node"), see docs/choosing.md.'
@@ -342,12 +348,12 @@ def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
         f"{sum(1 / steps for _, steps in method.sent):.3g}",
         *map(show_seconds, times),
         f"{plan.of('adamw').step / prediction.step:.2f}",
-        "" if compared is None else show_parts(compared.time[:1]),
+        show_parts(compared.time[:1]) if compared.time else "",
     )
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan's numbers: bytes, and seconds."""
+def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
+    """Return the plan's numbers: bytes, and seconds; and what is said of them."""
     rows = [
         {
             "method": p.method.name,
@@ -363,17 +369,20 @@ def as_json(plan: Plan) -> dict[str, Any]:
         }
         for p in plan.predictions
     ]
-    said = recommend(plan)
-    picks = [
-        {"name": c.name, "topology": c.prediction.method.topology, "step": c.prediction.step, "steps": c.steps,
-         "time": c.time}
-        for c in said.picks
-    ]  # fmt: skip
     recommendation = {
         "take": said.take and said.take.name, "topology": said.take and said.take.prediction.method.topology,
-        "lines": said.lines, "picks": picks, "commit": measured()["commit"],
+        "lines": said.lines, "picks": [*map(_as_json, said.picks)], "exact": _as_json(said.exact),
     }  # fmt: skip
-    return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows, "recommendation": recommendation}
+    return {"pays": said.take is not None, "verdict": said.why, "predictions": rows, "recommendation": recommendation}
+
+
+def _as_json(c: Candidate) -> dict[str, Any]:
+    known = c.evidence
+    return {
+        "name": c.name, "topology": c.prediction.method.topology, "step": c.prediction.step, "share": c.share,
+        "steps": known.steps, "time": c.time, "grade": known.grade, "sources": known.sources, "own": known.own,
+        "gap": known.gap and dict(zip(("nats", "part"), known.gap, strict=True)), "words": known.words,
+    }  # fmt: skip
 
 
 def check_paths(json_: str | None, html: str | None) -> None:

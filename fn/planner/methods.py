@@ -30,8 +30,8 @@ Parts = tuple[tuple[float, tuple[Message, ...]], ...]
 INTERVAL = 16
 """Steps of 0/1 Adam between two that synchronise, once the interval has grown to its default limit."""
 
-LOCAL_STEPS = 100
-"""Steps of a round of DiLoCo's family. With a delay, a quarter of them go on while a mean travels."""
+LOCAL_STEPS = 30
+"""Steps of a round of DiLoCo's family, as in its published runs. With a delay, a quarter go on while a mean travels."""
 
 EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,

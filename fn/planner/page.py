@@ -15,10 +15,11 @@ from itertools import groupby
 from typing import Any
 
 from fn.planner import traffic
+from fn.planner.evidence import SMALL, evidence, given, measured, most_local_steps, most_replicas
 from fn.planner.methods import Parts, Row, label, method
 from fn.planner.network import AXES, Cost, Link, Message, Network, Way, network, ways
 from fn.planner.predict import FORWARD, WORTH
-from fn.planner.recommend import PICKS, measured
+from fn.planner.recommend import EXACT_MUON, FRONT, PICKS, Pick
 from fn.planner.traffic import Model, Ranks
 
 PARAMS = (*(digits * 10**power for power in range(6, 12) for digits in (1, 2, 5)), 10**12)
@@ -45,13 +46,14 @@ def write(
     memory: float,
     bucket: int,
     coding: Callable[[Network], Mapping[str, float]] = lambda net: {},
+    steps_ratio: float | None = None,
 ) -> str:
     """Return the page, one file of HTML that opens with this plan.
 
     Args: table: what `methods.rows` returned. model, compute, local_steps: where the sliders are at first, as is net.
         tensors: of models with other numbers of parameters. memory: bit/s, of which coding is estimated.
         bucket: as for `methods.methods`. coding: network -> seconds that coding the model takes, by a method's label,
-        where they were measured.
+        where they were measured. steps_ratio: of the picks, in place of what is known.
     """
 
     def passes(label: str, net: Network) -> float | None:
@@ -69,12 +71,36 @@ def write(
     links = {"intra": net.intra, "inter": net.inter}
     filled["links"] = {name: _times_the_link(link) for name, link in links.items()}
     filled["buckets"] = {name: link.buckets / link.whole for name, link in links.items()}
-    compared = measured()["methods"]
     filled["base"] = "adamw"
-    filled["picks"] = [{"name": pick.name, "row": pick.row, **compared[pick.name]} for pick in PICKS]
+    filled["front"], filled["small"] = FRONT, SMALL
+    filled["picks"] = [_known(pick, filled["params"], list(filled["nets"]), steps_ratio) for pick in PICKS]
+    filled["exact"] = _known(EXACT_MUON, filled["params"], list(filled["nets"]), None)
     template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(filled, separators=(",", ":")).replace("</", "<\\/")  # "</script>" in a name would end the script
     return template.replace('"COEFFICIENTS"', text)
+
+
+def _known(pick: Pick, grid: list[int], nets: list[str], ratio: float | None) -> dict[str, Any]:
+    """Return a pick with what is known of it, by numbers of parameters, and by replicas where ranks train alone.
+
+    replicas: those numbers of them for which there is more to know than `beyond`, in rounds of at most `rounds` steps.
+    """
+    own = measured()["methods"].get(pick.name, {"warm_up": 0.0, "warm_up_as": pick.row})
+    rounds = most_local_steps(pick.name)
+
+    def found(params: int, replicas: int, local_steps: int) -> dict[str, Any]:
+        counted = {"replicas": replicas, "local_steps": local_steps}
+        known = evidence(pick.name, params, **counted) if ratio is None else given(ratio)
+        return {"grade": known.grade, "steps": known.steps, "own": known.own, "words": known.words}
+
+    pairs = [(int(world), int(node)) for world, node in (key.split("/") for key in nets)]
+    counts = sorted({count for world, node in pairs for count in (world, world // node)}) if rounds else [1]
+    replicas = [k for k in counts if rounds == 0 or k <= most_replicas(pick.name)]
+    return {
+        "name": pick.name, "row": pick.row, "warm_up": own["warm_up"], "warm_up_as": own["warm_up_as"],
+        "rounds": rounds, "replicas": replicas, "at": [[found(n, k, rounds) for k in replicas] for n in grid],
+        "beyond": found(grid[0], 1, rounds + 1),
+    }  # fmt: skip
 
 
 def _times_the_link(link: Link) -> dict[str, tuple[float, float]]:

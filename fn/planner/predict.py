@@ -44,11 +44,17 @@ class Prediction(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Predictions, the fastest first, and what they mean."""
+    """Predictions, the fastest first, and what they mean; net, params: what they are for."""
 
     predictions: tuple[Prediction, ...]
     pays: bool
     verdict: str
+    net: Network
+    params: int
+
+    def replicas(self, topology: str) -> int:
+        """Return how many models there are where ranks train alone: one in each rank, or in each node."""
+        return self.net.world if topology == "flat" else self.net.nodes
 
     def of(self, name: str, topology: str | None = None) -> Prediction:
         """Return the fastest prediction of a method, or of an optimizer of which there are several.
@@ -151,7 +157,7 @@ def plan(
     seconds = [measured.get(m.label, 8 * m.passes * params / memory) for m in methods]
     predictions = [predict(m, net, compute, coding) for m, coding in zip(methods, seconds, strict=True)]
     ranked = tuple(sorted(predictions, key=lambda prediction: prediction.step))
-    return Plan(ranked, *_verdict(ranked))
+    return Plan(ranked, *_verdict(ranked), net, params)
 
 
 def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:

@@ -1,19 +1,17 @@
-"""What to take: of the picks the one with the least time to AdamW's loss, or to stay with DDP."""
+"""What to take: AdamW with gradients in codes, what is published as better at that size, or to stay with DDP."""
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fn.planner.evidence import AT_SIZE, GIVEN, Evidence, evidence, given, measured, show_parts
 from fn.planner.methods import label
 from fn.planner.predict import WORTH, Plan, Prediction
 from fn.planner.units import show_seconds
 
 
 class Pick(NamedTuple):
-    """name: of the runs that compared it with AdamW. row: in the table of methods. when: to take it. code: its line."""
+    """name: of what is known of it. row: in the table of methods. when: to take it. code: its line."""
 
     name: str
     row: str
@@ -31,7 +29,7 @@ PICKS = (
          "opt = fn.adapters.ddp.optimizer(model, fn.sign_muon, schedule=fn.freeze_after(0), lr=0.02)"),
     Pick("muloco, int8", "diloco, int8", "between sites; fn.diloco if AdamW is a must",
          'with fn.bind(mesh): opt = fn.Optimizer(model.parameters(), partial(fn.muloco, axis="data", codec=fn.int8()), '
-         "labels=fn.labels_of(model), schedule=fn.every(100))"),
+         "labels=fn.labels_of(model), schedule=fn.every(30))"),
     Pick("loco_adamw, int4, int8 back", "loco_adamw, int4, int8 back", "shards: FSDP2, ZeRO",
          "fn.adapters.fsdp.compress(model, gather=fn.int8())"),
     Pick("onebit_adam", "onebit_adam", "you leave DeepSpeed",
@@ -39,82 +37,107 @@ PICKS = (
 )  # fmt: skip
 """In the order in which every page has them."""
 
+EXACT_MUON = Pick("muon", "adamw", "exact Muon under DDP, which sends what AdamW does", "")
+"""Stands beside the picks: what Muon is worth without codes. Its own computation is not in the step."""
 
-@cache
-def measured() -> dict[str, Any]:
-    """Return the steps of methods over AdamW's to the same loss, of whole runs of a small model, with their commit."""
-    found: dict[str, Any] = json.loads(files("fn.planner").joinpath("same_loss.json").read_text(encoding="utf-8"))
-    return found
+FRONT = (GIVEN, AT_SIZE)
+"""Grades of what may stand in front of the first pick."""
 
 
 class Candidate(NamedTuple):
-    """A method whose steps to AdamW's loss were measured, on a network.
+    """A method on a network, and what is known of its steps to AdamW's loss.
 
-    steps: that it takes over those in which AdamW has its loss, and the ends of their interval; 1 where that holds 1.
-    time: to AdamW's loss over AdamW's own, with the same interval. The warm-up of the runs counts in it.
+    share: the time of its step over AdamW's; the warm-up of the runs counts in it. time: to AdamW's loss over AdamW's
+    own, with the ends of its range; None where no published number says the steps.
     """
 
     name: str
     prediction: Prediction
-    steps: tuple[float, ...]
-    time: tuple[float, ...]
+    share: float
+    evidence: Evidence
 
     @property
     def label(self) -> str:
         """Return the name with the topology."""
         return label(self.name, self.prediction.method.topology)
 
+    @property
+    def time(self) -> tuple[float, ...] | None:
+        """Return the product of both factors."""
+        return self.evidence.steps and tuple(x * self.share for x in self.evidence.steps)
 
-def candidate(name: str, prediction: Prediction, plan: Plan) -> Candidate | None:
-    """Return a method with its time to AdamW's loss; None where no runs compared it."""
-    found = measured()["methods"].get(name)
-    if found is None:
-        return None
-    low, high = found["interval"]
-    steps = (1.0 if low <= 1 <= high else found["ratio"], low, high)
-    first = plan.of(found["warm_up_as"]).step
-    step = found["warm_up"] * first + (1 - found["warm_up"]) * prediction.step
-    return Candidate(name, prediction, steps, tuple(x * step / plan.of("adamw").step for x in steps))
+    @property
+    def factors(self) -> str:
+        """Return a sentence with both factors apart."""
+        return f"{show_parts((self.share,))} of the time of a step, on your network; {self.evidence.words}."
+
+
+def candidate(name: str, prediction: Prediction, plan: Plan, ratio: float | None = None) -> Candidate:
+    """Return a method with what is known of it; ratio: steps over AdamW's that are given, in place of those."""
+    own, made = measured()["methods"].get(name), prediction.method
+    step = prediction.step
+    if own is not None and own["warm_up"]:
+        step = own["warm_up"] * plan.of(own["warm_up_as"]).step + (1 - own["warm_up"]) * step
+    replicas, rounds = (plan.replicas(made.topology), made.interval) if made.local else (1, 1)
+    known = evidence(name, plan.params, replicas=replicas, local_steps=rounds) if ratio is None else given(ratio)
+    return Candidate(name, prediction, step / plan.of("adamw").step, known)
 
 
 class Recommendation(NamedTuple):
-    """take: what to take; None is to stay with DDP. picks: all of them. lines: what is said, at most three lines."""
+    """take: what to take; None is to stay with DDP. picks: all of them. exact: Muon without codes, beside them.
+
+    lines: what is said, at most three lines. why: whether compression pays, behind all tables.
+    """
 
     take: Candidate | None
     picks: tuple[Candidate, ...]
+    exact: Candidate
     lines: tuple[str, ...]
+    why: str
 
 
-def recommend(plan: Plan) -> Recommendation:
-    """Return the pick with the least time to AdamW's loss among those that save time in a step, too; or none."""
-    base = plan.of("adamw").step
+def recommend(plan: Plan, ratio: float | None = None) -> Recommendation:
+    """Return what to take: the first pick, or one that published numbers say to be sooner at AdamW's loss; or none.
+
+    Args: ratio: steps of every pick over AdamW's, in place of what is known.
+    """
+    base = plan.of("adamw")
     plain = next(p for p in plan.predictions if p.method.overlapped and not p.method.compressed)
-    picks = tuple(c for pick in PICKS if (c := candidate(pick.name, plan.of(pick.row), plan)))
+    picks = tuple(candidate(pick.name, plan.of(pick.row), plan, ratio) for pick in PICKS)
+    exact = candidate(EXACT_MUON.name, base, plan)
     limit = (1 - WORTH) * plain.step
-    worth = [c for c in picks if max(c.prediction.step, c.time[0] * base) <= limit]
-    if not worth:
-        ddp = plain if plain.step <= (1 - WORTH) * base else plan.of("adamw")
-        return Recommendation(None, picks, (
+    worth = [c for c in picks if max(c.share, expected_time(c)) * base.step <= limit]
+    known = [c for c in worth if c is picks[0] or c.evidence.grade in FRONT]
+    if not known:
+        ddp = plain if plain.step <= (1 - WORTH) * base.step else base
+        return Recommendation(None, picks, exact, (
             f"Stay with DDP: {ddp.method.label} takes {show_seconds(ddp.step)} a step, of which "
             f"{show_seconds(round(ddp.exposed, 9))} is communication that is not hidden.",
-            f"No pick saves {100 * WORTH:.0f} % of a step; one that needs fewer steps needs as few without codes.",
-        ))  # fmt: skip
-    take, kept = min(worth, key=lambda c: c.time[0]), next((c for c in worth if c.name == PICKS[0].name), None)
+            f"No pick that is known to reach AdamW's loss saves {100 * WORTH:.0f} % of a step.",
+            f"Exact Muon under DDP: {exact.evidence.words}.",
+        ), f"Compression does not pay here: {show_seconds(round(ddp.exposed, 9))} of {show_seconds(ddp.step)} are "
+           f"communication that is not hidden.")  # fmt: skip
+    take = min(known, key=expected_time)
+    other = picks[0] if picks[0] in worth else None
+    if take is picks[0]:  # what sends less and is known from small models only is named beside it, not in front of it
+        other = min((c for c in worth if c.time and c is not take), key=expected_time, default=None)
+    time = f"Time to AdamW's loss: {show_parts(take.time)} of AdamW's: " if take.time else ""
     lines = [
         f"Take {take.label}: {show_seconds(take.prediction.step)} a step, where AdamW under DDP takes "
-        f"{show_seconds(base)}.",
-        f"Time to the same loss: {show_parts(take.time)} of AdamW's, in {show_parts(take.steps)} of its steps, as runs "
-        f"of a small model say.",
+        f"{show_seconds(base.step)}.",
+        f"{time}{take.factors}",
     ]
-    if kept is not None and kept != take:
-        lines.append(
-            f"Or keep your optimizer, with {kept.label}: {show_seconds(kept.prediction.step)} a step, "
-            f"{show_parts(kept.time)} of the time."
-        )
-    return Recommendation(take, picks, tuple(lines))
+    if other is not None and other != take:
+        what = "Or keep your optimizer, with" if other is picks[0] else "Or"
+        lines.append(f"{what} {other.label}: {show_seconds(other.prediction.step)} a step; {other.factors}")
+    why = (
+        f"Compression pays: under DDP {show_seconds(base.exposed)} of AdamW's step are communication that the backward "
+        f"pass does not hide, with {take.label} {show_seconds(take.prediction.exposed)}."
+    )
+    return Recommendation(take, picks, exact, tuple(lines), why)
 
 
-def show_parts(values: tuple[float, ...]) -> str:
-    """Spell a part of a whole in per cent, and the ends of its interval, if they are given."""
-    mean, *ends = (f"{x:.2g}" if x < 9.95 else f"{int(x + 0.5)}" for x in (100 * v for v in values))
-    return f"{mean} % ({' to '.join(ends)} %)" if ends else f"{mean} %"
+def expected_time(c: Candidate) -> float:
+    """Return the part of AdamW's time by which picks are compared, with our own small model's steps if need be."""
+    steps = c.evidence.steps or c.evidence.own or (1.0,)
+    return steps[0] * c.share

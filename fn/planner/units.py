@@ -77,6 +77,17 @@ def _within(text: str, number: float, wanted: str) -> float:
     return number
 
 
+def ratio(text: str) -> float:
+    """Return a ratio: "0.75", "1.1". Raises: ValueError if it is none."""
+    try:
+        number = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        number = 0.0
+    if not 0.01 <= number <= 100:
+        raise ValueError(f"{text!r} is not a ratio such as 0.75 or 1.1, from 0.01 to 100")
+    return number
+
+
 def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:
     match = _NUMBER.fullmatch(text)
     if match is None:

@@ -14,11 +14,10 @@ import torch
 from ranks import LIMIT, python
 
 from fn.__main__ import main
-from fn.planner import calibrate, page, traffic
-from fn.planner.methods import methods
-from fn.planner.network import Cost, Link, network
-from fn.planner.predict import plan
-from fn.planner.recommend import PICKS, measured, recommend
+from fn.planner import calibrate, page
+from fn.planner.evidence import AT_SIZE, SMALL, measured, show_parts
+from fn.planner.network import Cost, Link
+from fn.planner.recommend import PICKS
 from fn.planner.units import show_seconds
 
 LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
@@ -53,19 +52,52 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
     assert said == made["lines"]
     assert title == ["1,300,000,000 parameters; 64 ranks in 8 nodes of 8; 900 Gbit/s, 5 us inside a node; 10 Gbit/s, "
                      "30 us between nodes"]  # fmt: skip
-    assert len(picks) == 2 + 1 + len(PICKS)
+    assert len(picks) == 2 + 2 + len(PICKS)
+    assert [line.partition(", ")[0] for line in picks if line.startswith("muon, DDP")] == ["muon"]
     adamw = min(row["step"] for row in found["predictions"] if row["method"] == "adamw")
     assert f"AdamW under DDP takes {show_seconds(adamw)}." in said[0]
     taken = next(pick for pick in made["picks"] if pick["name"] == made["take"])
-    assert taken["time"] == min(pick["time"] for pick in made["picks"])
+    assert (taken["name"], taken["grade"], taken["steps"], taken["time"]) == (PICKS[0].name, SMALL, None, None)
     rows = {(row["method"], row["topology"]): row["step"] for row in found["predictions"]}
-    assert rows["sign_muon", made["topology"]] == taken["step"] < 0.1 * adamw
-    ratio, low, high = taken["steps"]
-    assert low < ratio < high < 1
-    assert taken["time"] == pytest.approx([x * taken["step"] / adamw for x in taken["steps"]])  # it has no warm-up
-    assert said[1].startswith("Time to the same loss: ")
-    assert "a small model" in said[1]
+    assert rows[PICKS[0].row, made["topology"]] == taken["step"] < 0.2 * adamw
+    share = show_parts((taken["step"] / adamw,))
+    assert said[1] == f"{share} of the time of a step, on your network; {taken['words']}."
+    other = next(pick for pick in made["picks"] if said[2].startswith(f"Or {pick['name']}"))
+    assert other["time"] == [pytest.approx(x * other["step"] / adamw) for x in other["steps"]]
+    assert other["sources"]
+    assert all(source in said[2] for source in other["sources"][:1])
+
+
+def test_the_last_paragraph_names_no_other_winner(capsys, tmp_path):
+    for line in (LINE, NVLINK, ETHERNET):
+        main([*line.split(), "--json", str(tmp_path / "plan.json")])
+        last = " ".join(blocks(capsys)[-1])
+        found = json.loads((tmp_path / "plan.json").read_text())
+        names = {row["method"] for row in found["predictions"]} - {"adamw", found["recommendation"]["take"]}
+        assert last == found["verdict"]
+        assert not [name for name in names if name in last]
+
+
+def test_what_is_published_at_this_size_stands_in_front_where_it_is_sooner(capsys, tmp_path):
+    line = LINE.replace("1.3e9", "914e6").split()
+    main([*line, "--json", str(tmp_path / "plan.json")])
+    said = blocks(capsys)[0]
+    made = json.loads((tmp_path / "plan.json").read_text())["recommendation"]
+    taken = next(pick for pick in made["picks"] if pick["name"] == made["take"])
+    assert (taken["grade"], made["take"]) == (AT_SIZE, "muloco, int8")
+    assert said[1].startswith(f"Time to AdamW's loss: {show_parts(taken['time'])} of AdamW's: ")
     assert said[2].startswith("Or keep your optimizer, with adamw, int4 gradients (two-level): ")
+    main([*line, "--local-steps", "100", "--json", str(tmp_path / "plan.json")])  # longer rounds are not published
+    assert blocks(capsys)[0][0].startswith("Take adamw, int4 gradients")
+
+
+def test_a_ratio_of_the_user_is_the_second_factor(capsys, tmp_path):
+    main([*LINE.split(), "--steps-ratio", "1.1", "--json", str(tmp_path / "plan.json")])
+    said = blocks(capsys)[0]
+    picks = json.loads((tmp_path / "plan.json").read_text())["recommendation"]["picks"]
+    assert all(pick["steps"] == [1.1] * 3 and pick["time"][0] == pytest.approx(1.1 * pick["share"]) for pick in picks)
+    assert said[0].startswith("Take muloco, int8")  # the shortest step
+    assert "steps: 110 %, as given" in said[1]
 
 
 def test_where_nothing_pays_it_says_to_stay_with_ddp(capsys, tmp_path):
@@ -76,7 +108,7 @@ def test_where_nothing_pays_it_says_to_stay_with_ddp(capsys, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["recommendation"]["take"] is None
 
 
-def test_the_time_to_the_same_loss_counts_the_warm_up_of_the_runs(tmp_path, capsys):
+def test_the_time_of_a_step_counts_the_warm_up_of_the_runs(tmp_path, capsys):
     main([*LINE.split(), "--json", str(tmp_path / "plan.json")])
     found = json.loads((tmp_path / "plan.json").read_text())
     step = {row["method"]: row["step"] for row in reversed(found["predictions"])}  # of the fastest topology
@@ -84,24 +116,7 @@ def test_the_time_to_the_same_loss_counts_the_warm_up_of_the_runs(tmp_path, caps
     data, pick = measured()["methods"]["onebit_adam"], picks["onebit_adam"]
     whole = data["warm_up"] * step[data["warm_up_as"]] + (1 - data["warm_up"]) * step["onebit_adam"]
     assert data["warm_up"] > 0
-    assert pick["time"][0] == pytest.approx(pick["steps"][0] * whole / step["adamw"])
-
-
-def test_an_interval_that_holds_one_is_shown_and_counts_as_one():
-    made = planned_here()
-    picks = {c.name: c for c in recommend(made).picks}
-    held = {name: data["interval"][0] <= 1 <= data["interval"][1] for name, data in measured()["methods"].items()}
-    assert {held[name] for name in picks} == {True, False}
-    for name, c in picks.items():
-        data = measured()["methods"][name]
-        assert c.steps == (1.0 if held[name] else data["ratio"], *data["interval"])
-        if not data["warm_up"]:
-            assert c.time[0] == c.steps[0] * c.prediction.step / made.of("adamw").step
-
-
-def planned_here():
-    net = network(4, 1, Cost(1e-4, 1e9), Cost(1e-4, 1e9))
-    return plan(methods(traffic.model(10**8), net), net, 0.3, 10**8, memory=1.6e13)
+    assert pick["share"] == pytest.approx(whole / step["adamw"])
 
 
 def test_contrib_shows_every_method_on_its_fastest_topology(capsys, tmp_path):

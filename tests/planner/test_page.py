@@ -67,6 +67,7 @@ SOME = [
     Setting(PARAMS, 8, 8, 7.2e12, 5e-6, 1e10, 3e-5, 0.35, 100),  # where compression does not pay
     Setting(10**6, 2, 1, 9e11, 5e-6, 1e10, 1e-2, 0.01, 1),
     Setting(10**9, 64, 2, 9e11, 5e-6, 1e10, 3e-5, 5.0, 33),
+    Setting(10**9, 8, 1, 9e11, 5e-6, 1e9, 3e-5, 0.5, 20),  # where published losses say to take rounds
 ]
 
 
@@ -111,13 +112,15 @@ def planned(setting: Setting, *, tensors: int = 150, width: int = 4, **more) -> 
     return plan(compared, net, setting.compute, setting.params, memory=MEMORY)
 
 
-def check(shown: str, made: Plan) -> None:
+def check(shown: str, made: Plan, ratio: float | None = None) -> None:
     """Fail if what the page shows is not the plan."""
     found = {(name, topology): (float(step), float(size)) for name, topology, step, size in ROW.findall(shown)}
     expected = {(p.method.name, p.method.topology): (p.step, p.method.size) for p in made.predictions}
     assert found == {key: pytest.approx(numbers, rel=1e-9) for key, numbers in expected.items()}
-    assert ("Compression pays: " in shown) == made.pays
-    assert "\n".join(recommend(made).lines) in shown
+    said = recommend(made, ratio)
+    assert "\n".join(said.lines) in shown
+    assert said.why in shown
+    assert "\n".join(f"{c.label}: {c.evidence.words}" for c in said.picks) in shown
 
 
 @pytest.mark.slow
@@ -149,6 +152,14 @@ def test_the_script_plans_for_the_models_and_methods_of_the_flags(setting, few, 
     main([*LINE.split(), *flags.split(), "--html", str(path)])
     made = planned(setting, tensors=7, width=2, bucket=10**6, interval=4, rank=1 / 8, density=1 / 50)
     check(script_of(path.read_text(encoding="utf-8")).call("opened", at(setting)), made)
+
+
+def test_the_page_takes_the_ratio_of_the_flag(few, tmp_path):
+    path = tmp_path / "plan.html"
+    main([*LINE.split(), "--steps-ratio", "0.8", "--html", str(path)])
+    shown = script_of(path.read_text(encoding="utf-8")).call("opened", at(SOME[0]))
+    check(shown, planned(SOME[0]), 0.8)
+    assert "steps: 80 %, as given" in shown
 
 
 MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
@@ -203,4 +214,4 @@ def test_a_browser_shows_the_plan_of_the_address(few, tmp_path):
     made = planned(setting)
     check(shown, made)
     assert 'id="chart" role="img"' in shown
-    assert shown.count('<rect class="exposed"') == len({"adamw", *(pick.row for pick in PICKS)})
+    assert shown.count('<circle class="mark ') == len(["adamw", "muon", *PICKS])

@@ -206,7 +206,7 @@ def of_the_optimizer() -> dict[str, Any]:
     for name in INNER:
         params, opt = build(name)
         books = []
-        with mock.patch.object(agree, "all_gather", wraps=agree.all_gather) as gather:
+        with mock.patch.object(agree, "header", wraps=agree.header) as gather:
             for step in range(STEPS):
                 give(params, step)
                 with fn.ledger() as sent:
