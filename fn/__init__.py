@@ -1,14 +1,11 @@
-"""Communication-efficient optimizers for PyTorch, as pure functions.
-
-`import fn` imports what is up to the collectives. Transforms, optimizers and adapters are imported when one of their
-names is used: see `__getattr__`.
-"""
+"""Communication-efficient optimizers for PyTorch, as pure functions."""
 
 import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-# At once, unlike the rest: these bring torch operators, without which a program that was exported cannot be loaded.
+# At once: they bring torch operators, without which a program that was exported cannot be loaded. What is above them,
+# transforms, optimizers and adapters, is imported when one of its names is used: see `__getattr__`.
 from fn import kernels
 from fn.base import Exchange, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
