@@ -100,7 +100,7 @@ def _later(where: str) -> Callable[..., object]:
     return lambda *given: getattr(importlib.import_module(module), name)(*given)
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[..., object]]] = {
+COMMANDS: dict[str, tuple[str, Callable[..., object], Callable[..., object]]] = {
     "table": ("the versions found and the accelerator table", lambda parser: None, _show_table),
     "plan": ("what to take on a given network, and what each method costs there",
              _later("fn.planner.command:add_arguments"), _later("fn.planner.command:run")),
