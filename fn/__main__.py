@@ -1,8 +1,8 @@
-"""`python -m fn`: what runs here, on which device, what is missing, and what to take.
+"""`python -m fn`: what is installed here, what is missing, and what to take.
 
-`python -m fn plan` says what to take on a network; `python -m fn explain` says which steps of an optimizer are fast.
-`python -m fn lighthouse` and `python -m fn island` start what islands need that come and go; `python -m fn doctor`
-checks the machines and the way between them.
+`python -m fn table` says which kernels run here; `python -m fn plan` what to take on a network; `python -m fn explain`
+which steps of an optimizer are fast. `python -m fn lighthouse` and `python -m fn island` start what islands need that
+come and go; `python -m fn doctor` checks the machines and the way between them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ from typing import Any, TextIO, cast
 import torch
 
 import fn
-from fn.adapters.torchft import command as islands
-from fn.adapters.torchft import doctor
 from fn.arguments import check_is_transform
 from fn.base import Transform
-from fn.inplace.match import explain
 from fn.kernels import devices
 from fn.kernels.table import devices as device_types
 from fn.kernels.table import table
-from fn.planner import command as plan
-from fn.planner.recommend import IMPORTS, PICKS
 
 OPTIONAL = {
     "numba": ("fused kernels on the CPU", "pip install numba"),
@@ -52,18 +47,19 @@ TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a subcommand; without one, print what runs here and what to take.
+    """Run a subcommand; without one, print what is installed here and what to take.
 
     Where nobody reads on, as behind `| head`, just end; where a disk is full, say so in a line.
     """
     out = sys.stdout
+    given = sys.argv[1:] if arguments is None else arguments
     if out is None:  # closed by the caller, as by `>&-`
-        _run(arguments)
+        _run(given)
         return
     try:
         with redirect_stdout(cast(TextIO, _Output(out))):
             try:
-                _run(arguments)
+                _run(given)
             finally:
                 sys.stdout.flush()
     except _OutputLostError as lost:
@@ -97,26 +93,28 @@ class _Output:
             raise _OutputLostError from error
 
 
-def _run(arguments: list[str] | None) -> None:
+def _run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m fn", description=fn.__doc__)
     parser.set_defaults(run=_show_all)
     commands = parser.add_subparsers(dest="command")
     for name, (text, declare, run) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        declare(command)
+        if name in arguments:  # the others need not be imported
+            declare(command)
         command.set_defaults(run=partial(run, command))
     flags = parser.parse_args(arguments)
     flags.run(flags)
 
 
-def _show_table(parser: argparse.ArgumentParser | None = None, flags: argparse.Namespace | None = None) -> None:
+def _show_table(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
     print("\n".join([*_versions(), "", *_backends(), ""]), flush=True)
     print("\n".join([repr(table(_progress)), "", *_missing()]))
 
 
 def _show_all(flags: argparse.Namespace) -> None:
-    _show_table()
-    print("\n".join(["", *_picks()]))
+    """Print what is known without the kernels: to import and to try them takes seconds."""
+    kernels = f"{'kernels':28} python -m fn table"
+    print("\n".join([*_versions(), "", _accelerator(), kernels, "", *_missing(), "", *_picks()]))
 
 
 def _declare_explain(parser: argparse.ArgumentParser) -> None:
@@ -125,25 +123,41 @@ def _declare_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
+    from fn.inplace.match import explain
+
     print(explain(_made(parser, flags.make, {} if flags.axis is None else {"axis": flags.axis})))
 
 
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[..., object]]] = {
+def _later(where: str) -> Callable[..., object]:
+    """Return a function that imports the one that it calls."""
+    module, _, name = where.partition(":")
+    return lambda *given: getattr(importlib.import_module(module), name)(*given)
+
+
+COMMANDS: dict[str, tuple[str, Callable[..., object], Callable[..., object]]] = {
     "table": ("the versions found and the accelerator table", lambda parser: None, _show_table),
-    "plan": ("what to take on a given network, and what each method costs there", plan.add_arguments, plan.run),
+    "plan": ("what to take on a given network, and what each method costs there",
+             _later("fn.planner.command:add_arguments"), _later("fn.planner.command:run")),
     "explain": ("which steps of an optimizer are taken in place, and why not", _declare_explain, _explain),
-    "lighthouse": ("where islands of torchft find each other", islands.add_lighthouse, islands.run_lighthouse),
-    "island": ("run a script as an island, started again if it fails", islands.add_island, islands.run_island),
-    "doctor": ("whether this machine, and another one, are fit for ranks", doctor.add_arguments,
-               lambda parser, flags: sys.exit(0 if doctor.run(parser, flags) else 1)),
+    "lighthouse": ("where islands of torchft find each other",
+                   _later("fn.adapters.torchft.command:add_lighthouse"),
+                   _later("fn.adapters.torchft.command:run_lighthouse")),
+    "island": ("run a script as an island, started again if it fails",
+               _later("fn.adapters.torchft.command:add_island"), _later("fn.adapters.torchft.command:run_island")),
+    "doctor": ("whether this machine, and another one, are fit for ranks",
+               _later("fn.adapters.torchft.doctor:add_arguments"),
+               lambda *given: sys.exit(0 if _later("fn.adapters.torchft.doctor:run")(*given) else 1)),
 }  # fmt: skip
 """Name -> help, what declares the arguments, and what runs with the parser and the flags."""
 
 
 def _picks() -> list[str]:
+    from fn.planner.command import LINE
+    from fn.planner.recommend import IMPORTS, PICKS
+
     lines = [line for pick in PICKS for line in (f"  {pick.name}: {pick.when}", f"      {pick.code}")]
     head = ["what to take, and when, after", f"      {IMPORTS}"]
-    tail = ["", "next, for your network:", f"  {plan.LINE}"]
+    tail = ["", "next, for your network:", f"  {LINE}"]
     return [*head, *lines, *tail]
 
 
@@ -210,8 +224,12 @@ def _missing() -> list[str]:
     return ["not installed:", *lines] if lines else []
 
 
+def _accelerator() -> str:
+    return f"{'accelerator':28} {devices.device_name()}"
+
+
 def _backends() -> list[str]:
-    lines = [f"accelerator                  {devices.device_name()}"]
+    lines = [_accelerator()]
     for device in device_types():
         lines.append(f"{device + ' backend':28} {devices.communication_backend(device)}")
         lines.append(f"{device + ' transport of codes':28} {devices.compressed_transport(device)}")

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-import fn.inplace.outer  # noqa: F401  (fills the table of steps in place)
 from fn.arguments import check_interval, check_whole
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames, names

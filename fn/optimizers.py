@@ -20,9 +20,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-import fn.inplace.adam  # fills the table of steps in place, as the next ones do
-import fn.inplace.late
-import fn.inplace.sharded  # noqa: F401
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.integer import int4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-import fn.inplace.zero_one_adam  # noqa: F401  (fills the table of steps in place)
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
 from fn.collectives.hierarchy import Codecs, Feedbacks

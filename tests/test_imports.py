@@ -14,6 +14,7 @@ from pathlib import Path
 from ranks import LIMIT
 
 import fn
+from fn.inplace.match import registered
 
 ROOT = Path(fn.__file__).parent
 FLOORS = {
@@ -173,17 +174,76 @@ def test_optional_packages_are_imported_by_nobody_at_the_top():
         assert not tops & set(OPTIONAL) or module.startswith(("fn.kernels.", "fn.adapters.")), module
 
 
-def test_import_fn_imports_no_optional_package():
-    code = f"""
-import sys
-import torch.distributed.device_mesh, torch.library  # which may bring some of them along
-before = set(sys.modules)
-import fn
-print([name for name in {(*OPTIONAL, *APART)!r} if name in set(sys.modules) - before])
-"""
+def in_a_new_process(code: str) -> str:
+    """Return what code prints in an interpreter of its own."""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, timeout=LIMIT)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "[]"
+    return run.stdout.strip()
+
+
+LATE = ("torch.distributed.tensor", "torch._dynamo", "sympy", "fn.transforms", "fn.inplace",
+        "fn.adapters", "fn.optimizers")  # fmt: skip
+"""What takes as long to import as torch itself, and what is imported when one of its names is used."""
+
+NETWORK = ["--params", "1.3e9", "--world", "64", "--per-node", "8", "--intra", "900gbit", "--inter", "10gbit"]
+
+
+def test_import_fn_and_its_command_line_import_no_more_than_they_need():
+    code = f"""
+import contextlib, sys
+import torch  # which may bring some of them along
+before = set(sys.modules)
+import fn
+print([name for name in {(*OPTIONAL, *APART, *LATE)!r} if name in set(sys.modules) - before])
+from fn.__main__ import main
+with contextlib.redirect_stdout(None):
+    main([])
+    main(["plan", *{NETWORK!r}, "--compute", "350ms"])
+print([name for name in {(*OPTIONAL, *LATE)!r} if name in set(sys.modules) - before])
+"""
+    assert in_a_new_process(code).split("\n") == ["[]", "[]"]
+
+
+def test_names_that_are_found_late_are_those_that_a_type_checker_sees():
+    """Such a name is written three times: for type checkers, in `__all__`, and in the table of modules."""
+    tree = ast.parse(MODULES["fn"].read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom) and node.module != "fn"]
+    assert len(seen) > 20
+    for node in seen:
+        for name in (alias.name for alias in node.names):
+            assert getattr(fn, name) is getattr(sys.modules[str(node.module)], name)
+            assert name in fn.__all__
+    assert all(hasattr(fn, name) for name in fn.__all__)
+
+
+def test_names_are_there_before_they_are_used():
+    code = """
+import fn
+before = {*dir(fn)}
+assert {*fn.__all__} <= before
+from fn import *
+assert adamw is fn.adamw and Optimizer is fn.Optimizer and {*dir(fn)} >= before
+assert fn.adapters.agreed_params and fn.transforms and fn.testing
+assert not hasattr(fn, "adamv") and not hasattr(fn, "__wrapped__")
+"""
+    assert in_a_new_process(code) == ""
+
+
+def test_steps_of_links_alone_are_taken_in_place():
+    """Whoever names no optimizer has imported none; the table of steps in place is full nevertheless."""
+    code = """
+import sys
+import fn
+from fn.inplace.match import explain, registered
+print(explain(fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(0.1))))
+print([name for name in sys.modules if name.endswith("optimizers")])
+print(registered())
+"""
+    warmup, compressed, *_, optimizers, rows = in_a_new_process(code).split("\n")
+    assert (warmup.split(), compressed.split()) == (["warmup", "in", "place"], ["compressed", "in", "place"])
+    assert optimizers == "[]"
+    assert rows == str(registered()), "ranks that have used other names would refuse each other"
 
 
 def test_every_module_says_what_it_is_for():

@@ -15,9 +15,12 @@ import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.func
 
+import fn
 from fn.kernels.schemas import SCHEMAS
 from fn.kernels.table import warm
 
 torch.set_num_threads(1)
+for name in fn.__all__:
+    getattr(fn, name)  # imported when it is used
 warm(SCHEMAS, "cpu")
 gc.freeze()  # else the first collection of every rank looks at all of this, and copies its memory

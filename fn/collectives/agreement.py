@@ -261,7 +261,7 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
             # First: over axes that are no grid the texts of some ranks would be gathered twice, and of others never.
             _check_grid(names(axis), device)
         mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
-        mine["the list of kernels (`python -m fn`)"] = _kernels_here(device)
+        mine["the list of kernels (`python -m fn table`)"] = _kernels_here(device)
         for difference in differences(mine, partial(gather_values, axis=axis, device=device))[:1]:
             raise difference.error(f"{difference}; make it the same on all ranks; {UNMOVED}")
 

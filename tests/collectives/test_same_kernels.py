@@ -45,7 +45,7 @@ def with_other_kernels(alike: bool) -> list[float | str]:
 
 
 def test_ranks_with_other_kernels_are_refused():
-    text = "ranks disagree: the list of kernels (`python -m fn`) is numpy, torch (cpu) on rank 1 and numba, numpy"
+    text = "ranks disagree: the list of kernels (`python -m fn table`) is numpy, torch (cpu) on rank 1 and numba, numpy"
     for found in ranks.run(2, with_other_kernels, False):
         assert all(str(error).startswith(text) for error in found)
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fn.adapters.ddp.backward_pass import BucketGradients, DdpHook, GradientHooks
@@ -34,6 +33,7 @@ from fn.adapters.labels import labels_of
 from fn.adapters.optim.core import land
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.shards import is_dtensor
 from fn.arguments import checked
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
@@ -424,7 +424,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 def _refuse_shards(model: nn.Module) -> None:
     """Refuse DTensors, of which a rank has shards: FSDP2 sends their gradients itself, inside of the backward pass."""
     for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             wanted = "a model of whole tensors, whose gradients nobody else reduces"
             got = f"the parameter {name!r}, a DTensor on {p.device_mesh}"
             cure = "use fn.adapters.fsdp.compress, which sends them in codes behind the backward pass"

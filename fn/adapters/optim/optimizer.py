@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fn import roles, tree
 from fn.adapters.labels import Labels
@@ -29,7 +28,7 @@ from fn.adapters.optim.core import (
 )
 from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.resting import at_rest
-from fn.adapters.optim.shards import are_divided, check_divided, check_placed, division_of, pieces
+from fn.adapters.optim.shards import are_divided, check_divided, check_placed, division_of, is_dtensor, pieces
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
 from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
@@ -465,7 +464,7 @@ def axes_of(make: Callable[..., Transform], binding: Binding, listed: list[Any],
     """
     given = groups.groups_of(listed)
     members = [p[1] if isinstance(p, tuple) else p for group in given for p in group["params"]]
-    has_shards = any(isinstance(p, DTensor) for p in members)
+    has_shards = any(is_dtensor(p) for p in members)
     if len(binding.axes) < 2 and not has_shards:
         return list(binding.axes)  # there is nothing to choose, so `make` is called once only
     named, arguments = set[str](), groups.arguments_of(make)

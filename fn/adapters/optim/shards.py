@@ -19,13 +19,13 @@ saves once and loads on any number of ranks.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fn.base import Transform, facts_of
 from fn.collectives.axis import ALONE, Axis, Binding, bind
@@ -34,17 +34,30 @@ from fn.collectives.transports.registry import registered
 from fn.errors import expected
 from fn.transforms.unsharded import Shards
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Tell whether x is a DTensor. What defines them takes as long to import as half of torch: it is not imported here.
+
+    Until somebody has imported it, there is none.
+    """
+    return isinstance(x, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
 
 def pieces(tensors: list[Tensor]) -> list[Tensor]:
     """Return this rank's piece of each DTensor, in its memory, and others as they are; the very list without any."""
-    if not any(isinstance(x, DTensor) for x in tensors):
+    if not any(is_dtensor(x) for x in tensors):
         return tensors
     with torch.no_grad():  # then it is the same object in each step, by which kernels know that nothing has changed
-        return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+        return [x.to_local() if is_dtensor(x) else x for x in tensors]
 
 
 def as_dtensor(piece: Tensor, like: DTensor) -> Tensor:
     """Return a tensor of this rank as its piece of a DTensor that is divided as another one; in the same memory."""
+    from torch.distributed.tensor import DTensor
+
     # Unchecked, for a check communicates, and a rank may save alone. With the whole shape, which cannot be calculated
     # from pieces of unequal size.
     mesh, placements = like.device_mesh, like.placements
@@ -84,7 +97,7 @@ def division_of(params: Sequence[Tensor]) -> Division | None:
     """
     dims, axes = list[int | None](), dict[tuple[str, str], dist.ProcessGroup]()
     for i, p in enumerate(params):
-        cuts = [j for j, q in enumerate(p.placements) if not q.is_replicate()] if isinstance(p, DTensor) else []
+        cuts = [j for j, q in enumerate(p.placements) if not q.is_replicate()] if is_dtensor(p) else []
         dims.append(None)
         for mesh_dim in cuts:
             placement, mesh = p.placements[mesh_dim], p.device_mesh  # type: ignore[attr-defined]
@@ -103,7 +116,7 @@ def division_of(params: Sequence[Tensor]) -> Division | None:
 
 def are_divided(params: Sequence[Tensor]) -> bool:
     """Return whether a rank has only a piece of one of the params."""
-    return any(not q.is_replicate() for p in params if isinstance(p, DTensor) for q in p.placements)
+    return any(not q.is_replicate() for p in params if is_dtensor(p) for q in p.placements)
 
 
 def check_divided(transform: Transform, max_norm: float | None, params: Sequence[Tensor]) -> None:
@@ -131,7 +144,7 @@ def check_placed(params: Sequence[Tensor], axes: Sequence[str], binding: Binding
 
     Raises: ValueError that names the parameter.
     """
-    for i, p in ((i, p) for i, p in enumerate(params) if isinstance(p, DTensor)):
+    for i, p in ((i, p) for i, p in enumerate(params) if is_dtensor(p)):
         if any(placement.is_partial() for placement in p.placements):
             raise ValueError(expected("params", f"parameter {i} to be sharded or replicated", f"{p.placements}"))
         mesh = p.device_mesh

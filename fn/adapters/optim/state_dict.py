@@ -13,22 +13,24 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fn import roles, tree
 from fn.adapters.optim import groups
 from fn.adapters.optim.core import TORN, Core, Unit, follow_members
 from fn.adapters.optim.resting import places_of
-from fn.adapters.optim.shards import as_dtensor, division_of, pieces
+from fn.adapters.optim.shards import as_dtensor, division_of, is_dtensor, pieces
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
 from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
 from fn.schedules import Remembering
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 FORMAT, VERSION = "format", 5
 """The key of the number of this format, int64; fn 0.3 and before saved none."""
@@ -126,7 +128,7 @@ def restore_of_rank(core: Core, saved: Mapping[str, Any]) -> None:
     for path, x in saved.items():
         if match := OF_RANK.fullmatch(path):
             who = int(match[1]), int(match[2])
-            who = here if who == island and isinstance(x, DTensor) else who
+            who = here if who == island and is_dtensor(x) else who
             of_ranks.setdefault(who, {})[match[3]] = x
         else:
             alike[path] = x
@@ -229,15 +231,16 @@ def owned_elsewhere(core: Core) -> set[str]:
 
 def divided(core: Core) -> dict[str, DTensor]:
     """Return {path: the DTensor that it is divided like} of those leaves of the state, such as momenta, that are."""
-    found, marks = dict[str, DTensor](), marks_of(core)
+    found: dict[str, DTensor] = {}
+    marks = marks_of(core)
     for u, unit in enumerate(core.units):
         params = unit.members
-        if not any(isinstance(p, DTensor) for p in params):
+        if not any(is_dtensor(p) for p in params):
             continue
         paths = tree.by_path(unit.state, f"state.{u}.")
         for path, place in zip(paths, places_of(core, unit), strict=True):
             p = None if place is None else params[place]
-            if isinstance(p, DTensor) and p.ndim and marks[path] in (SAME, OWN):
+            if is_dtensor(p) and p.ndim and marks[path] in (SAME, OWN):
                 found[path] = p
     return found
 
