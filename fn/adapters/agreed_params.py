@@ -66,7 +66,8 @@ def agreed_params(optimizer: Core, model: Modules = None) -> Iterator[None]:
         `RanksDisagree`, on all ranks, for models with other buffers; `PeerLost` if a rank does not enter.
 
     >>> import torch, fn
-    >>>     >>> p = torch.nn.Parameter(torch.zeros(1))
+    >>> from functools import partial
+    >>> p = torch.nn.Parameter(torch.zeros(1))
     >>> opt = fn.Optimizer([p], partial(fn.diloco, axis="data"), schedule=fn.every(4), lr=0.1)
     >>> p.grad = torch.ones(1)
     >>> opt.step()                                       # a local step

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fn
 from fn.arguments import check_interval, checked
+from fn.collectives.axis import AxisNames
 from fn.errors import expected
 from fn.transforms.average import agreed
 from fn.transforms.mask_and_partition import Labels, hidden_and_other
@@ -24,7 +25,7 @@ def ef21_muon(
     eta: float = 0.1,
     weight_decay: float = 0.0,
     *,
-    axis: str,
+    axis: AxisNames,
     labels: Labels = None,
     codec: fn.Codec | None = None,
     sends: Literal["momenta", "directions"] = "momenta",

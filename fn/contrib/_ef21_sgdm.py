@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fn
 from fn.arguments import checked
+from fn.collectives.axis import AxisNames
 from fn.transforms.average import agreed
 
 __all__ = ["ef21_sgdm"]
@@ -20,7 +21,7 @@ def ef21_sgdm(
     eta: float = 0.1,
     weight_decay: float = 0.0,
     *,
-    axis: str,
+    axis: AxisNames,
     k: int | float = 0.01,
     block: int | None = None,
     values: fn.Codec | None = None,

@@ -4,9 +4,8 @@ Whatever is imported from here, the table of steps in place is full: ranks compa
 modules would refuse each other.
 """
 
-import fn.inplace.adam
-import fn.inplace.lamb
-import fn.inplace.late
-import fn.inplace.outer
-import fn.inplace.sharded
-import fn.inplace.zero_one_adam  # noqa: F401
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

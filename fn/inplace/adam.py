@@ -103,9 +103,7 @@ class Ages:
         leaves = tree.leaves(moments.rested)
         versions = [*map(_VERSION, leaves)]
         if versions != self._versions or not all(map(is_, leaves, self._leaves)):
-            full = [x for x in leaves if x.numel()]
-            numbers = iter(torch.stack(full).tolist() if full else [])  # S of () -> (S,)
-            self._rested = [next(numbers) if x.numel() else 0 for x in leaves]
+            self._rested = torch.stack(leaves).tolist() if leaves else []  # S of () -> (S,)
             self._leaves, self._versions = leaves, versions
         return self._rested
 

@@ -83,8 +83,8 @@ class AdamState(NamedTuple):
     """step: updates made, 0-d int64. mu, nu: moments, like the params.
 
     ages: how many updates mu and nu have had, 0-d int64 each; () without bias correction.
-    rested: how many of these a tensor sat out, a tree like the params of 0-d int64; (0,) for one without elements; ()
-        where no tensor did, and without bias correction.
+    rested: how many of these a tensor sat out, a tree like the params of 0-d int64; () where no tensor did, and without
+        bias correction.
     """
 
     step: Tensor
@@ -272,8 +272,7 @@ def start_ages(step: Tensor, corrected: bool) -> tuple[Tensor, ...]:
 
 def start_rested(mu: Tree, corrected: bool) -> Tree:
     """Return that no tensor sat out an update; () without bias correction."""
-    # Of no elements where the tensor has none: on ranks that do not own it, so that they do not save it either.
-    return tree.map(lambda m: m.new_zeros(() if m.numel() else (0,), dtype=torch.int64), mu) if corrected else ()
+    return tree.map(lambda m: m.new_zeros((), dtype=torch.int64), mu) if corrected else ()
 
 
 _begun, _never_rested = Answers(), Answers()
@@ -285,7 +284,7 @@ def started(state: Any) -> Any:
     Such a tensor has a second moment of zero throughout. Only tensors that had none before the latest update are asked.
     """
     leaves, nus = tree.leaves(state.rested), tree.leaves(state.nu)
-    places = [i for i, x in enumerate(leaves) if x.numel()]
+    places = [i for i, v in enumerate(nus) if v.numel()] if leaves else []  # others are elsewhere, on their owner say
     if not places:
         return state
     age, counts = state.ages[-1], [leaves[i] for i in places]
@@ -314,22 +313,18 @@ def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Tensor | None, Te
     if not ages:
         return None, None
     leaves = tree.leaves(rested)
-    counts = [x for x in leaves if x.numel()]
-    if not counts:
+    if not leaves:
         return ages[0], ages[1]
-    if _is_on_host(*counts):
-        found = {int(x) for x in counts}
+    if _is_on_host(*leaves):
+        found = {int(x) for x in leaves}
         if len(found) == 1:
             (count,) = found
             return ages[0] - count, ages[1] - count
-    elif _never_rested.known(counts[0]):
+    elif _never_rested.known(leaves[0]):
         return ages[0], ages[1]
-    full = torch.stack(counts)  # (S,), of those with elements
-    _never_rested.ask(counts[0], lambda: ~full.any())
-    if len(counts) < len(leaves):
-        each = iter(full.unbind())
-        full = torch.stack([next(each) if x.numel() else torch.zeros_like(ages[0]) for x in leaves])
-    return ages[0] - full, ages[1] - full
+    counts = torch.stack(leaves)  # (S,)
+    _never_rested.ask(leaves[0], lambda: ~counts.any())
+    return ages[0] - counts, ages[1] - counts
 
 
 def _is_on_host(*tensors: Tensor) -> bool:

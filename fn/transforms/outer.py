@@ -228,9 +228,9 @@ def outer(
         # difference would be zero.
         anchor = tree.map(lambda p: as_anchor(p.detach().clone(memory_format=torch.contiguous_format)), params)
         zeros = tree.leaves(tree.map(zeros_like_moment, params))
-        places_of = [*fragment_places(fragments, params).values()]
-        parts = [[zeros[i] for i in places] for places in places_of]
-        check_order(facts_of(sync).axes, params, {f"fragment {n}": places for n, places in enumerate(places_of)})
+        places_of = fragment_places(fragments, params)
+        parts = [[zeros[i] for i in places] for places in places_of.values()]
+        check_order(facts_of(sync).axes, params, {f"fragment {n}": places for n, places in places_of.items()})
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         # Counters lie where the params do: on the host each step would wait for the device to count.
         device = device_of(params)

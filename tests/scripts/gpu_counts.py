@@ -36,8 +36,8 @@ import fn
 from fn.adapters.ddp import overlapped
 from fn.adapters.ddp.buckets import bucketed
 from fn.adapters.optim.hooks import agree
+from fn.collectives import agreement, primitives
 from fn.collectives import owners as collectives_owners
-from fn.collectives import primitives
 from fn.collectives.carriers import Carrier
 from fn.inplace import match
 from fn.inplace import sharded as sharded_in_place
@@ -308,7 +308,8 @@ def pretend() -> None:
     vars(collectives_owners)["carrier_of"] = lambda transport, tensors: Carrier(transport, sends_parts=True)
     vars(overlapped).update(Threads=Now, gather_values=lambda value, axis, device: [value])
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
-    for module, check in ((agree, "check_start"), (agree, "check_listed"), (agree, "check_accepted"),
+    for module, check in ((agreement, "check_calls"), (agree, "check_start"), (agree, "check_listed"),
+                          (agree, "check_accepted"),
                           (average, "check_agreement"), (low_rank, "check_agreement"),
                           (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip

@@ -37,7 +37,7 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
         places = places_of(core, unit)
         resting = {id(x) for x, i in zip(leaves, places, strict=True) if i is not None and rests[i]}
         kept += [x for x, mark in zip(leaves, marks, strict=True) if id(x) in resting and mark not in (ERROR, SHARD)]
-        for ages, mus, rested in _counted(unit.state):
+        for ages, mus, rested in counted(unit.state):
             before = torch.stack(ages)  # (2,)
             counts += [(r, ages, before) for r, mu in zip(rested, mus, strict=True) if id(mu) in resting]
     numbers = [x.detach().clone() for x in kept]
@@ -52,7 +52,7 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
     return put_back
 
 
-def _counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+def counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
     """Return of each state with corrected moments the ages, first moments, and what tensors sat out, if it says so."""
     nodes = [(node, roles.roles_of(node)) for node in tree.named_tuples(state)]
     found = [

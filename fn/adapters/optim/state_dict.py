@@ -21,7 +21,7 @@ from torch import Tensor
 from fn import roles, tree
 from fn.adapters.optim import groups
 from fn.adapters.optim.core import TORN, Core, Unit, follow_members
-from fn.adapters.optim.resting import places_of
+from fn.adapters.optim.resting import counted, places_of
 from fn.adapters.optim.shards import as_dtensor, division_of, is_dtensor, pieces
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
@@ -221,11 +221,16 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
 
 
 def owned_elsewhere(core: Core) -> set[str]:
-    """Return the paths of tensors that other ranks own: empty ones, and the age beside an error in empty codes."""
+    """Return the paths of tensors that other ranks own: empty ones, and the age beside an error in empty codes.
+
+    Also what a tensor sat out that is empty here.
+    """
     errors = {id(x) for x in roles.find(core.states, "errors")}  # of these a rank has a tuple with one for each tensor
     owned = roles.find(core.states, "owned")
     entries = [tree.leaves(entry) for x in owned for entry in (x if id(x) in errors else tree.leaves(x))]
     without = {id(x) for entry in entries if not all(x.numel() for x in entry) for x in entry}
+    pairs = [pair for _, mus, counts in counted(owned) for pair in zip(mus, counts, strict=True)]
+    without |= {id(count) for mu, count in pairs if id(mu) in without}
     return {path for path, x in tree.by_path(core.states, "state.").items() if id(x) in without}
 
 

@@ -454,8 +454,8 @@ def test_loco_resumes_bit_for_bit_and_refuses_what_does_not_fit(tmp_path):
         )
         assert "ranks disagree: codec: " in found["disagree"]
         assert "ranks disagree: gather is given on rank 1 and none on rank 0" in found["gather on one"]
-        assert "codec: expected a Codec, such as fn.sign(), or one per axis, but got 'int4'" in found["no codec"]
-        assert "feedback: expected a Feedback, such as fn.classic(), or one per axis, but got <" in found["no feedback"]
+        assert "codec: expected a Codec or None, but got 'int4'" in found["no codec"]
+        assert "feedback: expected a Feedback or None, but got <" in found["no feedback"]
         assert "gather: expected a Codec, such as fn.sign(), or one per axis, but got 'int8'" in found["no gather"]
         assert "replicas: expected Replicas(...), a DeviceMesh or a process group, but got str" in found["no replicas"]
 
