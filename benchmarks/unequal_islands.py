@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from tqdm import tqdm
+from train_lm import Transformer, cut, loss_of, read_standard_library
 
 import fn
-from benchmarks.measure import ROOT, about, write
+from benchmarks.measure import about, write
 from fn import roles, tree
-
-sys.path.insert(0, str(ROOT / "examples"))
-from train_lm import Transformer, cut, loss_of, read_standard_library
 
 ROUNDS, SECONDS = 12, 5.0
 PACES = (0.125, 0.25)

@@ -6,21 +6,17 @@ has three splits: one is trained on, learning rates are chosen on the second, an
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from train_lm import Transformer, cut, loss_of, read_standard_library
 
 import fn
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from train_lm import Transformer, cut, loss_of, read_standard_library
 
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]

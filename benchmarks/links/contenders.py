@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_sgd
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from train_lm import Transformer, loss_of
 
 import fn
 from benchmarks.steps.textbook import AllReduce
@@ -25,9 +24,6 @@ from fn.planner import traffic
 from fn.planner.methods import Method, parts_of
 from fn.planner.network import Message
 from fn.planner.traffic import Model
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from train_lm import Transformer, loss_of
 
 INTERVAL = 16
 """Steps of 0/1 Adam between two synchronisations, which its paper and DeepSpeed allow at most; a period of it."""

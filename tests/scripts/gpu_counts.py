@@ -308,8 +308,8 @@ def pretend() -> None:
     vars(collectives_owners)["carrier_of"] = lambda transport, tensors: Carrier(transport, sends_parts=True)
     vars(overlapped).update(Threads=Now, gather_values=lambda value, axis, device: [value])
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
-    for module, check in ((agreement, "check_calls"), (agree, "check_start"), (agree, "check_listed"),
-                          (agree, "check_accepted"),
+    for module, check in ((agreement, "check_calls"), (agreement, "check_agreement"), (agree, "check_start"),
+                          (agree, "check_listed"), (agree, "check_accepted"),
                           (average, "check_agreement"), (low_rank, "check_agreement"),
                           (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip
