@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from fn.planner import calibrate, page, probe, traffic, units
 from fn.planner.evidence import show_parts
+from fn.planner.gpt import gpt
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
 from fn.planner.predict import Plan, Prediction, efficiency_of_buckets, one_topology_each, plan
@@ -32,8 +34,6 @@ TCP_WHOLE, TCP_BUCKETS = 0.85, 0.65
 
 With them every point of a public grid, four GPUs on links of 50 Mbit/s to 5 Gbit/s, is within 25 %: see its test.
 """
-
-TENSORS = 150
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -60,7 +60,9 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
      f"reach, as DDP's (default: {TCP_BUCKETS}, NCCL's over TCP, or measured by --probe)"),
     ("--whole-efficiency", units.part, "PART", None, f"the same of whole messages (default: {TCP_WHOLE}, or measured)"),
     ("--memory", units.bits_per_second, "RATE", None, "the device's memory bandwidth (default: 2tbyte, or measured)"),
-    ("--tensors", units.count, "N", None, "number of parameter tensors (default: 150)"),
+    ("--tensors", units.count, "N", None, "number of parameter tensors, equal squares, in place of a GPT's"),
+    ("--hidden-share", units.share, "PART", None, "part of the parameters in hidden matrices, whose messages are "
+     "Muon's; the others are AdamW's (default: that of a GPT of this size; --probe counts it)"),
     ("--bucket", units.count, "BYTES", traffic.BUCKET, "bytes that overlapped methods send together (default: 25 MiB)"),
     ("--interval", units.count, "STEPS", INTERVAL, f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})"),
     ("--local-steps", units.count, "STEPS", LOCAL_STEPS, f"steps of a round of DiLoCo (default: {LOCAL_STEPS})"),
@@ -127,8 +129,22 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
 
 def _model(arguments: argparse.Namespace) -> traffic.Model:
     """Return the model of the flags."""
-    params = _required(arguments, "params", "the number of parameters")
-    return traffic.model(params, min(arguments.tensors or TENSORS, params), WIDTHS[arguments.dtype or "fp32"])
+    return _sized(arguments, _required(arguments, "params", "the number of parameters"))
+
+
+def _sized(arguments: argparse.Namespace, params: int, width: int | None = None) -> traffic.Model:
+    """Return the model of so many parameters that the flags say. Args: width: None is that of --dtype."""
+    tensors = arguments.tensors and min(arguments.tensors, params)
+    return traffic.model(params, tensors, width or WIDTHS[arguments.dtype or "fp32"], arguments.hidden_share)
+
+
+def _assumed(arguments: argparse.Namespace, model: traffic.Model) -> str:
+    """Return what is said of a model of which only the number of parameters is known."""
+    found, given = gpt(model.params, arguments.hidden_share), arguments.hidden_share is not None
+    shapes = f"{found}" if arguments.tensors is None else f"{arguments.tensors:,} about equal squares"
+    like = f", as of {found}" if arguments.tensors is not None and not given else ""
+    cure = "as --hidden-share says" if given else "--hidden-share gives your own"
+    return f"assumed: {shapes}; {100 * found.share:.3g} % of the parameters in hidden matrices{like}; {cure}"
 
 
 def _required(arguments: argparse.Namespace, name: str, what: str) -> Any:
@@ -144,7 +160,7 @@ def _probe(arguments: argparse.Namespace) -> None:
     """
     if not arguments.probe:
         raise ValueError("--probe: give a script that trains, then its arguments")
-    _refuse(arguments, ("params", "tensors", "dtype"), "--probe takes it from the script; leave it out")
+    _refuse(arguments, ("params", "tensors", "dtype", "hidden_share"), "--probe takes it from the script; leave it out")
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if alone and arguments.world is None:
         cure = "start several by torchrun --nproc-per-node 2 -m fn plan ..., or give --world and --intra or --inter"
@@ -258,23 +274,30 @@ def _show(
     compared = methods(model, net, bucket=arguments.bucket, **options)
     made = plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
     shown, said = made if arguments.all else one_topology_each(made), recommend(made, arguments.steps_ratio)
+
+    def said_of(each: traffic.Model) -> str:
+        return PROBED if arguments.params is None and each is model else _assumed(arguments, each)
+
     if arguments.json:  # files first: behind `| head` nobody may read on
-        Path(arguments.json).write_text(json.dumps(as_json(made, said), indent=1) + "\n")
+        found = as_json(made, said) | {"hidden_share": model.hidden_share}
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
         table = rows(**{**options, "local_steps": max(2, arguments.local_steps)})
-        tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
-            table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,
-            memory=memory, bucket=arguments.bucket, coding=coding, steps_ratio=arguments.steps_ratio,
+            table, net, model=model, sizes=partial(_sized, arguments, width=model.width), assumed=said_of,
+            compute=compute, local_steps=arguments.local_steps, memory=memory, bucket=arguments.bucket, coding=coding,
+            steps_ratio=arguments.steps_ratio,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
-    print(*said.lines, "", title, "", table_of_picks(made, said), "", sep="\n")
+    print(*said.lines, "", title, said_of(model), "", table_of_picks(made, said), "", sep="\n")
     if arguments.all or arguments.contrib:
         print(as_table(shown, net), "", sep="\n")
     print(said.why)
 
+
+PROBED = "shapes and labels: those of the script"
 
 TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
 HEAD = ("method", "topology", "rank sends", "inside a node", "node sends", "messages", *TIMES)

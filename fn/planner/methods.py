@@ -146,8 +146,9 @@ class Row(NamedTuple):
     """A method before it is known on how many ranks it runs; the fields that are not explained are those of `Method`.
 
     send: (model, ranks) -> messages.
-    passes: bytes of memory for each parameter. coded: the same for what a rank encodes, which in two levels is a shard;
-        or a function of the ranks among which codes travel.
+    passes: bytes of memory for each parameter. iterated: the same for each parameter of hidden matrices, on top.
+    coded: the same for what a rank encodes, which in two levels is a shard; or a function of the ranks among which
+        codes travel. coded_other: for each parameter that is in no hidden matrix, where that is another number.
     cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
         fragments, each a part of its own.
     delay: the part of an interval that goes on while a part travels; of local steps at most all of it but a step.
@@ -159,6 +160,8 @@ class Row(NamedTuple):
     send: Send
     passes: float = 0.0
     coded: float | Callable[[int], float] = 0.0
+    iterated: float = 0.0
+    coded_other: float | None = None
     cut: str | int = "whole"
     compressed: bool = True
     interval: int = 1
@@ -170,10 +173,14 @@ class Row(NamedTuple):
     exact: Send | None = None
     period: int = 0
 
-    def passes_on(self, ranks: Ranks) -> float:
-        """Return the bytes of memory for each parameter."""
+    def passes_on(self, model: Model, ranks: Ranks) -> float:
+        """Return the bytes of memory for each parameter of a model, in the mean."""
         local, outer = (1, ranks) if isinstance(ranks, int) else ranks
-        return self.passes + (self.coded(outer) if callable(self.coded) else self.coded) / local
+        hidden = model.hidden_share
+        coded = self.coded(outer) if callable(self.coded) else self.coded
+        if self.coded_other is not None:
+            coded = hidden * coded + (1 - hidden) * self.coded_other
+        return self.passes + hidden * self.iterated + coded / local
 
     def delay_of(self, interval: int) -> int:
         """Return the steps that go on while a part travels."""
@@ -239,10 +246,12 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row("loco_adamw, int4, int8 back", partial(traffic.sharded, codec=INT4, gather=INT8), coded=40),
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
-        Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
-        Row("muon", traffic.owned, 16, compressed=False, alike=("normuon",)),
-        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36),
-        Row("sign_muon", partial(traffic.apart, hidden=in_slices, other=in_bytes), 16, coded=24),
+        Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True, labels=True),
+            iterated=100),
+        Row("muon", traffic.owned, iterated=16, compressed=False, alike=("normuon",)),
+        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), coded=36, iterated=16),
+        Row("sign_muon", partial(traffic.apart, hidden=in_slices, other=in_bytes), coded=24, iterated=16,
+            coded_other=36),
         Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),
@@ -252,7 +261,7 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
-    ]
+    ]  # fmt: skip
     # The message of a step travels behind the whole next one, as `fn.late` lets it.
     late = ("adamw", "adamw, int4 gradients", "onebit_adam", "muon", "muon, int8", "sign_muon")
     whole = [row._replace(cut="whole", alike=()) for row in made if row.name in late]
@@ -302,7 +311,7 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
     overlapped, delay = row.cut == "bucket", row.delay_of(row.interval)
     exact = () if row.exact is None else tuple(row.exact(model, ranks=ranks))
     return Method(
-        row.name, topology, row.compressed, parts, overlapped, row.passes_on(ranks), row.interval, row.local,
+        row.name, topology, row.compressed, parts, overlapped, row.passes_on(model, ranks), row.interval, row.local,
         delay, step, row.alike, exact, row.period,
     )  # fmt: skip
 

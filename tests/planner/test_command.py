@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,12 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
     made = found["recommendation"]
     assert len(said) <= 3
     assert said == made["lines"]
-    assert title == ["1,300,000,000 parameters; 64 ranks in 8 nodes of 8; 900 Gbit/s, 5 us inside a node; 10 Gbit/s, "
-                     "30 us between nodes"]  # fmt: skip
+    assert title == [
+        "1,300,000,000 parameters; 64 ranks in 8 nodes of 8; 900 Gbit/s, 5 us inside a node; 10 Gbit/s, 30 us between "
+        "nodes",
+        "assumed: a GPT of width 2,048 with 24 layers; 91.9 % of the parameters in hidden matrices; --hidden-share "
+        "gives your own",
+    ]
     assert len(picks) == 2 + 2 + len(PICKS)
     assert [line.partition(", ")[0] for line in picks if line.startswith("muon, DDP")] == ["muon"]
     adamw = min(row["step"] for row in found["predictions"] if row["method"] == "adamw")
@@ -136,6 +141,40 @@ def test_turning_ranks_of_factors_and_density(capsys):
     assert "dion, rank 1/8" in text
 
 
+def bytes_of(path, *line):
+    """Return what a rank sends on one axis, by method."""
+    main([*ETHERNET.split(), *line, "--dtype", "fp32", "--json", str(path)])
+    return {row["method"]: row["bytes"] for row in json.loads(path.read_text())["predictions"]}
+
+
+def test_the_share_of_hidden_matrices_is_the_share_of_votes(capsys, tmp_path):
+    """Of the others each number is a byte, of hidden ones a bit, and AdamW's gradients are four."""
+    path = tmp_path / "plan.json"
+    for share in ("0", "1/4", "1", None):
+        found = bytes_of(path, *([] if share is None else ["--hidden-share", share]))
+        part = json.loads(path.read_text())["hidden_share"]
+        text = " ".join(capsys.readouterr().out.split())
+        said = "--hidden-share gives your own" if share is None else "as --hidden-share says"
+        assert part == pytest.approx(0.683 if share is None else float(Fraction(share)), abs=1e-3)
+        assert f"{100 * part:.3g} % of the parameters in hidden matrices; {said}" in text
+        assert found["sign_muon"] / found["adamw"] == pytest.approx(part / 32 + (1 - part) / 4, rel=0.02)
+        assert found["adamw"] == found["muon"] == 1e7 * 4
+
+
+def test_tensors_of_the_flag_are_squares(capsys, tmp_path):
+    found = bytes_of(tmp_path / "plan.json", "--tensors", "7")
+    said = "assumed: 7 about equal squares; 68.3 % of the parameters in hidden matrices, as of a GPT"
+    assert said in capsys.readouterr().out
+    assert found["adamw"] == 1e7 * 4
+
+
+@pytest.mark.parametrize("params", ["1", "2", "10", "1000"])
+def test_a_plan_for_a_handful_of_parameters(params, capsys):
+    for more in ([], ["--hidden-share", "0"], ["--hidden-share", "1"], ["--tensors", "3"]):
+        main([*ETHERNET.replace("1e7", params).split(), "--all", "--contrib", *more])
+        assert f"{int(params):,} parameter" in capsys.readouterr().out
+
+
 def test_a_file_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*LINE.split(), "--json", str(tmp_path / "nowhere" / "plan.json")])
@@ -182,6 +221,7 @@ def test_nodes_of_one_rank_need_no_intra(capsys):
         ("--params 1e9 --compute 1s --world 2 --inter 1gbit --intra-latency 50ms", "--intra-latency: is of no use"),
         ("--params 1e9 --compute 1s --world 2 --intra 1gbit --bucket-efficiency 1/2", "--bucket-efficiency: is of no"),
         ("--params 1e9 --compute 1s --world 2 --inter 1gbit --whole-efficiency 1.2", "'1.2' is not a part"),
+        ("--params 1e9 --compute 1s --world 2 --inter 1gbit --hidden-share 1.2", "'1.2' is not a part such as 9/10"),
         ("--params 1e9 --compute 1s --calibrate", "no job is running"),
     ],
 )

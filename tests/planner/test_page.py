@@ -18,6 +18,7 @@ from ranks import LIMIT
 from fn.__main__ import main
 from fn.planner import page, traffic
 from fn.planner.command import MEMORY, TCP_BUCKETS, TCP_WHOLE
+from fn.planner.gpt import gpt
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Plan, plan
@@ -105,10 +106,12 @@ def at(setting: Setting) -> str:
     return f"#{urlencode(setting._asdict())}"
 
 
-def planned(setting: Setting, *, tensors: int = 150, width: int = 4, **more) -> Plan:
+def planned(
+    setting: Setting, *, tensors: int | None = None, width: int = 4, share: float | None = None, **more
+) -> Plan:
     inter = Link(Cost(setting.interLatency, setting.inter), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
     net = network(*setting[1:3], Cost(setting.intraLatency, setting.intra), inter)
-    compared = methods(traffic.model(setting.params, tensors, width), net, local_steps=setting.round, **more)
+    compared = methods(traffic.model(setting.params, tensors, width, share), net, local_steps=setting.round, **more)
     return plan(compared, net, setting.compute, setting.params, memory=MEMORY)
 
 
@@ -162,16 +165,27 @@ def test_the_page_takes_the_ratio_of_the_flag(few, tmp_path):
     assert "steps: 80 %, as given" in shown
 
 
+def test_the_page_says_which_model_it_assumes_and_takes_the_share_of_the_flag(few, tmp_path):
+    path = tmp_path / "plan.html"
+    for flags, share in ((["--hidden-share", "1/4"], 0.25), ([], None)):
+        main([*LINE.split(), *flags, "--html", str(path)])
+        setting = SOME[0]._replace(params=10**9)
+        shown = script_of(path.read_text(encoding="utf-8")).call("opened", at(setting))
+        check(shown, planned(setting, share=share))
+        assert f"assumed: {gpt(10**9, share)}; {'25 %' if share else '91.'}" in shown
+
+
 MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
 WITHOUT_LATENCY = Link(Cost(0.0, 1e9), {"all_reduce": Cost(2e-4, 8e8), "all_gather": Cost(1e-4, 2e9)})
-LAYERS = traffic.of_shapes([(1000, 64), *[(64, 64), (64,), (64, 3, 5, 5)] * 30, (7, 1000), (7,)], 4)
+SHAPES = [(1000, 64), *[(64, 64), (64,), (64, 3, 5, 5)] * 30, (7, 1000), (7,)]
+LAYERS = traffic.of_shapes(SHAPES, 4, [shape == (64, 64) for shape in SHAPES])
 
 
 @pytest.mark.parametrize(
     "net", [network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED)]
 )
 @pytest.mark.parametrize("local_steps", [1, 30])
-@pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["squares", "layers"])
+@pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["assumed", "layers"])
 def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_measured(net, local_steps, model, few):
     """Each collective has a cost of its own then, and coding its seconds; where nothing is slid, it is the plan."""
 
@@ -179,7 +193,7 @@ def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_mea
         return {"onebit_adam": 0.01 * net.world, "onebit_adam (two-level)": 0.3, "adamw, int8 gradients": 0.02}
 
     html = page.write(
-        rows(local_steps=max(2, local_steps)), net, model=model, tensors=model.tensors, compute=0.5,
+        rows(local_steps=max(2, local_steps)), net, model=model, sizes=traffic.model, assumed=str, compute=0.5,
         local_steps=local_steps, memory=1e11, bucket=traffic.BUCKET, coding=coding,
     )  # fmt: skip
     compared = methods(model, net, local_steps=local_steps)

@@ -15,6 +15,7 @@ from ranks import LIMIT
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
+import fn
 from fn.__main__ import main
 from fn.planner import calibrate, probe
 
@@ -95,6 +96,62 @@ def test_what_has_a_gradient_is_planned_for(script, capsys, tmp_path):
     assert rows["adamw"]["bytes"] == 2 * 7 * 19 * 4 / 8
 
 
+MODEL = """
+import torch
+from torch.nn import Embedding, LayerNorm, Linear, Sequential
+torch.manual_seed(0)
+model = Sequential(Embedding(211, 16), Linear(16, 48), Linear(48, 16), LayerNorm(16), Linear(16, 211, bias=False))
+model[-1].weight = model[0].weight
+"""
+
+TRAINS = """
+matrices = [p for p in model.parameters() if p.ndim == 2]
+vectors = [p for p in model.parameters() if p.ndim == 1]
+wrapped, optimizer = Sequential(model), torch.optim.AdamW([{"params": vectors}, {"params": matrices}])
+while True:
+    optimizer.zero_grad()
+    wrapped(torch.arange(9)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_labels_are_those_of_the_modules_that_hold_the_params(script, capsys, tmp_path):
+    """Whatever the optimizer's groups are; so bytes are those of a step of an optimizer that is given the labels."""
+    run("--json", str(tmp_path / "plan.json"), "--probe", script(MODEL + TRAINS))
+    found = json.loads((tmp_path / "plan.json").read_text())
+    rows = {row["method"]: row["bytes"] for row in found["predictions"]}
+    space: dict = {}
+    exec(MODEL, space)
+    params, labels = [p.detach() for p in space["model"].parameters()], fn.labels_of(space["model"])
+    assert found["hidden_share"] == 2 * 48 * 16 / sum(p.numel() for p in params)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"hidden matrices: {100 * found['hidden_share']:.3g} % of the parameters, as fn.labels_of says of" in text
+    assert "assumed" not in text
+    phases = {"muon": fn.Phase.WARMUP, "sign_muon": fn.Phase.COMPRESSED}
+    for name, phase in phases.items():
+        tx, books = getattr(fn, name)(axis="data", labels=[*labels.values()]), []
+
+        def step(x, tx=tx, books=books, phase=phase):
+            with fn.ledger() as book:
+                tx.update(phase)([x * p for p in params], tx.init(params), params)
+            books.append(book.total)
+            return x
+
+        fn.simulate(step, "data", 8)(torch.rand(8))
+        assert rows[name] == books[0]
+
+
+def test_without_modules_shapes_say_what_is_an_embedding(script, capsys):
+    made = "words, inner = (torch.nn.Parameter(torch.ones(n, 8)) for n in (33, 32))"
+    steps = "(words.sum() + inner.sum()).backward()\n    third.step()"
+    text = LONELY.format(steps=1000, more=steps)
+    run("--probe", script(text.replace("for step", f"{made}\nthird = torch.optim.SGD([words, inner])\nfor step")))
+    said = " ".join(capsys.readouterr().out.split())
+    share = (4 * 3 + 32 * 8) / (19 + 65 * 8)
+    assert f"hidden matrices: {100 * share:.3g} % of the parameters, as shapes say, for no module holds the" in said
+    assert "if one side is more than 4 times the other" in said
+
+
 def test_the_script_is_stopped_behind_the_step_and_torch_is_as_before(script, capsys, tmp_path):
     hooks = [{**vars(torch_optimizer)[f"_global_optimizer_{when}_hooks"]} for when in ("pre", "post")]
     argv, path = [*sys.argv], [*sys.path]
@@ -135,6 +192,7 @@ def test_a_script_that_says_too_little(text, said, script, capsys):
         ("--world 8 --intra 1gbit --probe", "--probe: give a script that trains"),
         ("--world 8 --intra 1gbit --probe nowhere.py", "--probe: 'nowhere.py' is no file"),
         ("--world 8 --intra 1gbit --steps 5 --probe train.py", "--steps: expected at least 6, but got 5"),
+        ("--world 8 --intra 1gbit --hidden-share 1 --probe train.py", "--hidden-share: --probe takes it from"),
         ("--world 8 --intra 1gbit --params 7 --probe train.py", "--params: --probe takes it from the script"),
         ("--world 8 --intra 1gbit --dtype bf16 --probe train.py", "--dtype: --probe takes it from the script"),
         ("--world 8 --probe train.py", "--intra: missing"),
