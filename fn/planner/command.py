@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fn.planner import calibrate, page, probe, traffic, units
+from fn.planner.efficiency import NCCL, over_tcp, share_of_buckets, share_words, transports
 from fn.planner.evidence import show_parts
 from fn.planner.gpt import gpt
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
@@ -29,11 +30,6 @@ MEMORY = 1.6e13
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 30e-6
 """Seconds a message takes inside a node and between nodes, where no flag says it."""
 
-TCP_WHOLE, TCP_BUCKETS = 0.85, 0.65
-"""The parts of a link between nodes that NCCL's messages over TCP sockets reach, whole ones and those in buckets.
-
-With them every point of a public grid, four GPUs on links of 50 Mbit/s to 5 Gbit/s, is within 25 %: see its test.
-"""
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -56,9 +52,10 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
     ("--inter", units.bits_per_second, "RATE", None, "each node's bandwidth to the other nodes, such as 10gbit"),
     ("--intra-latency", units.seconds, "TIME", None, "latency of a message inside a node (default: 5us)"),
     ("--inter-latency", units.seconds, "TIME", None, "latency of a message between nodes (default: 30us)"),
-    ("--bucket-efficiency", units.part, "PART", None, "part of the bandwidth between nodes that messages in buckets "
-     f"reach, as DDP's (default: {TCP_BUCKETS}, NCCL's over TCP, or measured by --probe)"),
-    ("--whole-efficiency", units.part, "PART", None, f"the same of whole messages (default: {TCP_WHOLE}, or measured)"),
+    ("--whole-efficiency", units.part, "PART", None, "part of the bandwidth between nodes that whole messages reach "
+     "(default: as published for --transport over TCP at this speed, or measured; over RDMA give your own)"),
+    ("--bucket-efficiency", units.part, "PART", None, "the same of messages in buckets, as DDP's (default: their "
+     "published share of --whole-efficiency, or measured by --probe)"),
     ("--memory", units.bits_per_second, "RATE", None, "the device's memory bandwidth (default: 2tbyte, or measured)"),
     ("--tensors", units.count, "N", None, "number of parameter tensors, equal squares, in place of a GPT's"),
     ("--hidden-share", units.share, "PART", None, "part of the parameters in hidden matrices, whose messages are "
@@ -83,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, parse, metavar, default, text in FLAGS:
         parser.add_argument(flag, type=_as(parse), metavar=metavar, default=default, help=text)
     parser.add_argument("--dtype", choices=sorted(WIDTHS), help="of the gradients (default: fp32)")
+    parser.add_argument("--transport", choices=transports(),
+        help=f"what sends over TCP between nodes, of which published parts are reached (default: {NCCL})")  # fmt: skip
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="show every core method, on every topology")
@@ -183,7 +182,8 @@ def _probe(arguments: argparse.Namespace) -> None:
             part = efficiency_of_buckets(
                 probed.model, _network(arguments, job, links, own=True), compute, probed.step, arguments.bucket
             )
-            links = {**links, axis: links[axis]._replace(buckets=part)}
+            efficiency = links[axis].efficiency.with_buckets(part, "measured, buckets in a step of the script")
+            links = {**links, axis: links[axis]._replace(efficiency=efficiency)}
             print(f"  messages in buckets: {100 * part:.0f} % of the bandwidth of whole ones, as that step says")
         _show_measured(arguments, probed.model, compute, job, links, given)
     if dist.is_initialized():
@@ -214,13 +214,13 @@ def _given(arguments: argparse.Namespace) -> Network:
         if arguments.per_node not in (None, 1):
             raise ValueError(f"--intra: missing, but a node has {arguments.per_node} ranks")
         _refuse(arguments, ("intra_latency",), "is of no use without --intra; give --intra, or --inter-latency")
-        return network(arguments.world, 1, _inter(arguments), _inter(arguments))
+        return network(arguments.world, 1, _inter(arguments).cost, _inter(arguments))
     if arguments.per_node is None:
         raise ValueError("--per-node: missing; --inter is a node's bandwidth, which the ranks of a node share")
     return network(arguments.world, arguments.per_node, _intra(arguments), _inter(arguments))
 
 
-BETWEEN = ("inter_latency", "bucket_efficiency", "whole_efficiency")
+BETWEEN = ("inter_latency", "transport", "bucket_efficiency", "whole_efficiency")
 """Flags of the links between nodes."""
 
 
@@ -235,8 +235,10 @@ def _intra(arguments: argparse.Namespace) -> Link:
 
 
 def _inter(arguments: argparse.Namespace) -> Link:
-    whole, buckets = arguments.whole_efficiency or TCP_WHOLE, arguments.bucket_efficiency or TCP_BUCKETS
-    return Link(Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter), whole=whole, buckets=buckets)
+    efficiency = over_tcp(
+        arguments.transport or NCCL, whole=arguments.whole_efficiency, buckets=arguments.bucket_efficiency
+    )
+    return Link(Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter), efficiency=efficiency)
 
 
 def _measured(arguments: argparse.Namespace, job: calibrate.Job) -> dict[str, Link]:
@@ -245,14 +247,18 @@ def _measured(arguments: argparse.Namespace, job: calibrate.Job) -> dict[str, Li
     if job.per_node > 1:
         _refuse(arguments, ("intra", "intra_latency"), why)
     if job.world > job.per_node:
-        _refuse(arguments, ("inter", "inter_latency", "whole_efficiency"), why)
+        _refuse(arguments, ("inter", "inter_latency", "transport", "whole_efficiency"), why)
     elif arguments.inter is None:
         _refuse(arguments, BETWEEN, "is of no use without --inter; leave it out")
     links = calibrate.measure(job)
     if not links:
         raise ValueError("--calibrate: a job of one rank has no links to measure")
     if "node" in links:
-        links["node"] = links["node"]._replace(buckets=arguments.bucket_efficiency or TCP_BUCKETS / TCP_WHOLE)
+        part, how = arguments.bucket_efficiency, "--bucket-efficiency"
+        if part is None:
+            part, how = share_of_buckets(), share_words()
+        efficiency = links["node"].efficiency.with_buckets(part, f"measured; {how}")
+        links["node"] = links["node"]._replace(efficiency=efficiency)
     return links
 
 
@@ -291,7 +297,7 @@ def _show(
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
-    print(*said.lines, "", title, said_of(model), "", table_of_picks(made, said), "", sep="\n")
+    print(*said.lines, "", title, said_of(model), *about_links(net), "", table_of_picks(made, said), "", sep="\n")
     if arguments.all or arguments.contrib:
         print(as_table(shown, net), "", sep="\n")
     print(said.why)
@@ -313,6 +319,11 @@ def describe_network(net: Network) -> str:
     links = [*inside, *([(net.inter, "between nodes")] if several else [])]
     costs = [f"{show_rate(link.cost.bandwidth)}, {show_seconds(link.cost.latency)} {where}" for link, where in links]
     return "; ".join([ranks, *costs])
+
+
+def about_links(net: Network) -> list[str]:
+    """Return a line about the part of the links between nodes that is reached; none where there is one node."""
+    return [net.inter.efficiency.words(net.inter.cost.bandwidth)] if net.nodes > 1 else []
 
 
 def table_of_picks(plan: Plan, said: Recommendation) -> str:
@@ -396,7 +407,19 @@ def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
         "take": said.take and said.take.name, "topology": said.take and said.take.prediction.method.topology,
         "lines": said.lines, "picks": [*map(_as_json, said.picks)], "exact": _as_json(said.exact),
     }  # fmt: skip
-    return {"pays": said.take is not None, "verdict": said.why, "predictions": rows, "recommendation": recommendation}
+    return {
+        "pays": said.take is not None, "verdict": said.why, "predictions": rows, "recommendation": recommendation,
+        "links": _links_as_json(plan.net),
+    }  # fmt: skip
+
+
+def _links_as_json(net: Network) -> dict[str, Any] | None:
+    """Return the part of the links between nodes that is reached; None where there is one node."""
+    if net.nodes == 1:
+        return None
+    link, speed = net.inter.efficiency, net.inter.cost.bandwidth
+    whole, buckets = link.at(speed)
+    return {"bits_per_second": speed, "whole": whole, "buckets": buckets, "words": link.words(speed)}
 
 
 def _as_json(c: Candidate) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def write(
     }  # fmt: skip
     links = {"intra": net.intra, "inter": net.inter}
     filled["links"] = {name: _times_the_link(link) for name, link in links.items()}
-    filled["buckets"] = {name: link.buckets / link.whole for name, link in links.items()}
+    filled["efficiency"] = {name: link.efficiency._asdict() for name, link in links.items()}
     filled["base"] = "adamw"
     filled["front"], filled["small"] = FRONT, SMALL
     filled["picks"] = [_known(pick, filled["params"], list(filled["nets"]), steps_ratio) for pick in PICKS]
@@ -109,7 +109,7 @@ def _known(pick: Pick, grid: list[int], nets: list[str], ratio: float | None) ->
 def _times_the_link(link: Link) -> dict[str, tuple[float, float]]:
     """Return the latency and the bandwidth of each collective as multiples of the link's, which the sliders say."""
     least = max(LEAST, link.cost.latency)
-    costs = {name: link.of(name) for name in COLLECTIVES}
+    costs = {name: link.measured.get(name, link.cost) for name in COLLECTIVES}
     return {name: (cost.latency / least, cost.bandwidth / link.cost.bandwidth) for name, cost in costs.items()}
 
 

@@ -127,7 +127,7 @@ def efficiency_of_buckets(model: Model, net: Network, compute: float, step: floa
     ddp, link = method(exact, model, net.world, bucket), net.inter if net.nodes > 1 else net.intra
 
     def predicted(part: float) -> float:
-        slowest = link._replace(buckets=part)
+        slowest = link._replace(efficiency=link.efficiency.with_buckets(part))
         on = net._replace(inter=slowest) if net.nodes > 1 else net._replace(intra=slowest)
         return predict(ddp, on, compute, 0.0).step
 

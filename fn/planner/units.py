@@ -136,4 +136,4 @@ def _spell(number: float, *units: str) -> str:
         if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:.4g} {largest}"
+    return f"{number:.3g} {largest}" if number < 999.5 else f"{number:.0f} {largest}"

@@ -17,7 +17,8 @@ from ranks import LIMIT
 
 from fn.__main__ import main
 from fn.planner import page, traffic
-from fn.planner.command import MEMORY, TCP_BUCKETS, TCP_WHOLE
+from fn.planner.command import MEMORY, about_links
+from fn.planner.efficiency import NCCL, constant, over_tcp
 from fn.planner.gpt import gpt
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
@@ -107,9 +108,10 @@ def at(setting: Setting) -> str:
 
 
 def planned(
-    setting: Setting, *, tensors: int | None = None, width: int = 4, share: float | None = None, **more
-) -> Plan:
-    inter = Link(Cost(setting.interLatency, setting.inter), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+    setting: Setting, *, tensors: int | None = None, width: int = 4, share: float | None = None, transport: str = NCCL,
+    **more,
+) -> Plan:  # fmt: skip
+    inter = Link(Cost(setting.interLatency, setting.inter), efficiency=over_tcp(transport))
     net = network(*setting[1:3], Cost(setting.intraLatency, setting.intra), inter)
     compared = methods(traffic.model(setting.params, tensors, width, share), net, local_steps=setting.round, **more)
     return plan(compared, net, setting.compute, setting.params, memory=MEMORY)
@@ -123,6 +125,9 @@ def check(shown: str, made: Plan, ratio: float | None = None) -> None:
     said = recommend(made, ratio)
     assert "\n".join(said.lines) in shown
     assert said.why in shown
+    lines = about_links(made.net)
+    assert shown.count("Links between nodes: ") == len(lines)
+    assert all(line in shown for line in lines)
     assert "\n".join(f"{c.label}: {c.evidence.words}" for c in said.picks) in shown
 
 
@@ -175,15 +180,31 @@ def test_the_page_says_which_model_it_assumes_and_takes_the_share_of_the_flag(fe
         assert f"assumed: {gpt(10**9, share)}; {'25 %' if share else '91.'}" in shown
 
 
+def test_the_page_s_links_reach_what_is_published_at_their_speed(few, tmp_path):
+    """Also between nodes of one rank, where nothing stays inside."""
+    path = tmp_path / "plan.html"
+    line = f"plan --params {PARAMS} --world 8 --inter 1gbit --transport gloo --compute 350ms"
+    main([*line.split(), "--html", str(path)])
+    engine = script_of(path.read_text(encoding="utf-8"))
+    for speed in (1e9, 7e9, 1e10, 1.6e10, 2.5e10, 1e11):
+        setting = Setting(PARAMS, 8, 1, 1e9, 3e-5, speed, 3e-5, 0.35, 30)
+        check(engine.call("opened", at(setting)), planned(setting, transport="gloo"))
+
+
 MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
+IN_PARTS = Link(Cost(1e-4, 5e8), {"all_reduce": Cost(1e-4, 4e8)}, constant(1.0, 0.7, "measured"))
 WITHOUT_LATENCY = Link(Cost(0.0, 1e9), {"all_reduce": Cost(2e-4, 8e8), "all_gather": Cost(1e-4, 2e9)})
 SHAPES = [(1000, 64), *[(64, 64), (64,), (64, 3, 5, 5)] * 30, (7, 1000), (7,)]
 LAYERS = traffic.of_shapes(SHAPES, 4, [shape == (64, 64) for shape in SHAPES])
 
 
 @pytest.mark.parametrize(
-    "net", [network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED)]
-)
+    "net",
+    [
+        network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED),
+        network(8, 1, IN_PARTS, IN_PARTS),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("local_steps", [1, 30])
 @pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["assumed", "layers"])
 def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_measured(net, local_steps, model, few):
