@@ -20,7 +20,7 @@ from fn.planner import page, traffic
 from fn.planner.command import MEMORY, TCP_BUCKETS, TCP_WHOLE
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
-from fn.planner.predict import Plan, plan
+from fn.planner.predict import Plan, Rates, plan
 from fn.planner.recommend import PICKS, recommend
 
 PARAMS = 1_300_000_000
@@ -180,7 +180,7 @@ def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_mea
 
     html = page.write(
         rows(local_steps=max(2, local_steps)), net, model=model, tensors=model.tensors, compute=0.5,
-        local_steps=local_steps, memory=1e11, bucket=traffic.BUCKET, coding=coding,
+        local_steps=local_steps, rates=Rates(1e11, coding), bucket=traffic.BUCKET,
     )  # fmt: skip
     compared = methods(model, net, local_steps=local_steps)
     made = plan(compared, net, 0.5, model.params, memory=1e11, coding=coding(net))
