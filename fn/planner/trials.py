@@ -41,7 +41,7 @@ from fn.schedules import every
 WARM = 4
 """Steps of each pick that are not timed: kernels are compiled in them, buckets formed and connections opened."""
 
-FEWEST, MOST, SECONDS = 6, 60, 1.0
+FEWEST, MOST, SECONDS = 6, 30, 1.0
 """Timed steps of each: as many as take about so many seconds in the script, within limits."""
 
 EVERY = 2

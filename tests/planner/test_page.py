@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -185,6 +186,24 @@ def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_mea
     compared = methods(model, net, local_steps=local_steps)
     made = plan(compared, net, 0.5, model.params, memory=1e11, coding=coding(net))
     check(script_of(html).eval('written.join("\\n")'), made)
+
+
+@pytest.mark.parametrize("measured", [
+    {"own": {"sign_muon": 0.25, "onebit_adam": 0.5}},
+    {"steps": {"adamw": 0.9, "adamw, int4 gradients": 0.7, "sign_muon": 0.6, "muloco, int8": 0.55}},
+    {"steps": {"adamw": 0.51, "adamw, int4 gradients": 0.7, "sign_muon": 0.6, "muloco, int8": 0.55}},
+])  # fmt: skip
+def test_the_script_opens_with_what_was_measured_and_slides_to_what_is_predicted(measured, few):
+    net, model = network(8, 8, MEASURED), traffic.model(PARAMS)
+    planned_ = partial(plan, methods(model, net), net, params=PARAMS, memory=1e11)
+    made = planned_(compute=0.5, **measured)
+    engine = script_of(page.write(
+        rows(), net, model=model, tensors=model.tensors, compute=0.5, local_steps=30, rates=Rates(1e11),
+        bucket=traffic.BUCKET, opens=made,
+    ))  # fmt: skip
+    check(engine.eval('written.join("\\n")'), made)
+    slid = Setting(PARAMS, 8, 8, 5e9, 2e-5, 5e9, 2e-5, 0.25, 30)
+    check(engine.call("opened", at(slid)), planned_(compute=0.25))
 
 
 def test_the_page_needs_nothing_from_elsewhere(few, tmp_path):
