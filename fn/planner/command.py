@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fn.planner import calibrate, page, probe, traffic, units
+from fn.planner import calibrate, page, probe, traffic, trials, units
 from fn.planner.efficiency import NCCL, over_tcp, share_of_buckets, share_words, transports
 from fn.planner.evidence import show_parts
 from fn.planner.gpt import gpt
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
-from fn.planner.predict import Plan, Prediction, efficiency_of_buckets, one_topology_each, plan
+from fn.planner.predict import Plan, Prediction, Rates, efficiency_of_buckets, one_topology_each, plan
 from fn.planner.recommend import EXACT_MUON, PICKS, Candidate, Recommendation, candidate, recommend
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
@@ -121,7 +121,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                 if job.rank == 0:
                     _show_measured(arguments, model, compute, job, links)
         else:
-            _show(arguments, model, compute, _given(arguments), arguments.memory or MEMORY, lambda net: {})
+            _show(arguments, model, compute, _given(arguments), Rates(arguments.memory or MEMORY))
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 
@@ -167,13 +167,20 @@ def _probe(arguments: argparse.Namespace) -> None:
     given = _given(arguments) if alone else None
     script = arguments.probe[0]
 
-    def measure(device: torch.device) -> tuple[calibrate.Job, Mapping[str, Link]]:
+    def measure(
+        probed: probe.Probed, params: Sequence[torch.Tensor]
+    ) -> tuple[calibrate.Job, Mapping[str, Link], trials.Trials]:
+        compute = arguments.compute or probed.compute
         if alone:
-            return calibrate.Job(0, 1, 1, device), {}
-        with calibrate.join_job(device) as job:
-            return job, _measured(arguments, job)
+            job = calibrate.Job(0, 1, 1, probed.device)
+            return job, {}, trials.tries(params, compute, arguments.local_steps)
+        with calibrate.join_job(probed.device) as job:
+            links = _measured(arguments, job)
+            if (arguments.world or job.world, arguments.per_node or job.per_node) != (job.world, job.per_node):
+                return job, links, trials.none("the plan is for other ranks than this job's")
+            return job, links, trials.tries(params, compute, arguments.local_steps)
 
-    probed, (job, links) = probe.probe(script, arguments.probe[1:], arguments.steps, measure)
+    probed, (job, links, tried) = probe.probe(script, arguments.probe[1:], arguments.steps, measure)
     if job.rank == 0:
         compute = arguments.compute or probed.compute
         print(probe.show(probed, script, arguments.compute))
@@ -185,20 +192,22 @@ def _probe(arguments: argparse.Namespace) -> None:
             efficiency = links[axis].efficiency.with_buckets(part, "measured, buckets in a step of the script")
             links = {**links, axis: links[axis]._replace(efficiency=efficiency)}
             print(f"  messages in buckets: {100 * part:.0f} % of the bandwidth of whole ones, as that step says")
-        _show_measured(arguments, probed.model, compute, job, links, given)
+        _show_measured(arguments, probed.model, compute, job, links, given, tried)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _show_measured(
     arguments: argparse.Namespace, model: traffic.Model, compute: float, job: calibrate.Job,
-    links: Mapping[str, Link], given: Network | None = None,
+    links: Mapping[str, Link], given: Network | None = None, tried: trials.Trials | None = None,
 ) -> None:  # fmt: skip
     """Print the links, and the plan of a model on them; given: the network, where no link was measured."""
     print(*([calibrate.show(links)] if links else []), "", sep="\n")
     memory = arguments.memory or calibrate.memory(job.device)
-    coding = calibrate.coding(model.params, job.device)
-    _show(arguments, model, compute, given or _network(arguments, job, links), memory, coding)
+    rates = Rates(
+        memory, calibrate.coding(model.params, job.device), calibrate.call(job.device), calibrate.flops(job.device)
+    )
+    _show(arguments, model, compute, given or _network(arguments, job, links), rates, tried)
 
 
 def _given(arguments: argparse.Namespace) -> Network:
@@ -273,12 +282,19 @@ def _network(
 
 
 def _show(
-    arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, memory: float,
-    coding: Callable[[Network], Mapping[str, float]],
+    arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, rates: Rates,
+    tried: trials.Trials | None = None,
 ) -> None:  # fmt: skip
     options = {key: getattr(arguments, key) for key in ("interval", "local_steps", "rank", "density", "contrib")}
     compared = methods(model, net, bucket=arguments.bucket, **options)
-    made = plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
+    planned = partial(
+        plan, compared, net, compute, model.params, memory=rates.memory, coding=rates.coding(net), rates=rates
+    )
+    made = planned()
+    if tried is not None:
+        print(trials.show(tried, made), "", sep="\n")
+        own, steps = trials.measured(tried, compute)
+        made = planned(own=own, steps=steps)
     shown, said = made if arguments.all else one_topology_each(made), recommend(made, arguments.steps_ratio)
 
     def said_of(each: traffic.Model) -> str:
@@ -292,8 +308,8 @@ def _show(
         table = rows(**{**options, "local_steps": max(2, arguments.local_steps)})
         html = page.write(
             table, net, model=model, sizes=partial(_sized, arguments, width=model.width), assumed=said_of,
-            compute=compute, local_steps=arguments.local_steps, memory=memory, bucket=arguments.bucket, coding=coding,
-            steps_ratio=arguments.steps_ratio,
+            compute=compute, local_steps=arguments.local_steps, rates=rates, bucket=arguments.bucket,
+            steps_ratio=arguments.steps_ratio, opens=made if tried else None,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
@@ -305,7 +321,7 @@ def _show(
 
 PROBED = "shapes and labels: those of the script"
 
-TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
+TIMES = ("communication", "not hidden", "coding", "own", "step", "x adamw", "same loss in")
 HEAD = ("method", "topology", "rank sends", "inside a node", "node sends", "messages", *TIMES)
 
 
@@ -329,7 +345,7 @@ def about_links(net: Network) -> list[str]:
 def table_of_picks(plan: Plan, said: Recommendation) -> str:
     """Return one line a pick, in the order of all pages, below AdamW and exact Muon, and what is known of each."""
     rows = [("take", "when", "step", "steps to the same loss", "time to the same loss", "evidence")]
-    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.of("adamw").step), "100 %", "100 %", ""))
+    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.base.step), "100 %", "100 %", ""))
     known = []
     for pick, c in zip((EXACT_MUON, *PICKS), (said.exact, *said.picks), strict=True):
         name = f"{c.name}, DDP" if pick is EXACT_MUON else c.label
@@ -372,7 +388,7 @@ rank sends to others of its node, "node sends" what all ranks of a node send to 
 def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
     method, compared = prediction.method, candidate(prediction.method.name, prediction, plan)
     out = sum(leaving(message, net) / steps for message, steps in method.sent)
-    times = (prediction.communication, prediction.exposed, prediction.coding, prediction.step)
+    times = (prediction.communication, prediction.exposed, prediction.coding, prediction.own, prediction.step)
     return (
         method.title,
         method.topology,
@@ -381,7 +397,7 @@ def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
         show_bytes(out),
         f"{sum(1 / steps for _, steps in method.sent):.3g}",
         *map(show_seconds, times),
-        f"{plan.of('adamw').step / prediction.step:.2f}",
+        f"{plan.base.step / prediction.step:.2f}",
         show_parts(compared.time[:1]) if compared.time else "",
     )
 
@@ -398,7 +414,9 @@ def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
             "communication": p.communication,
             "exposed": p.exposed,
             "coding": p.coding,
+            "own": p.own,
             "step": p.step,
+            "predicted": p.predicted,
             "limit": p.limit,
         }
         for p in plan.predictions

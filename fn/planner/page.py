@@ -9,15 +9,15 @@ least of a few ways, and what the backward pass hides.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 from fn.planner.evidence import SMALL, evidence, given, measured, most_local_steps, most_replicas
-from fn.planner.methods import Parts, Row, label, method
+from fn.planner.methods import Method, Parts, Row, label, method
 from fn.planner.network import AXES, Cost, Link, Message, Network, Way, network, ways
-from fn.planner.predict import FORWARD, WORTH
+from fn.planner.predict import FORWARD, WORTH, Plan, Rates
 from fn.planner.recommend import EXACT_MUON, FRONT, PICKS, Pick
 from fn.planner.traffic import Model, Ranks
 
@@ -43,28 +43,31 @@ def write(
     assumed: Callable[[Model], str],
     compute: float,
     local_steps: int,
-    memory: float,
+    rates: Rates,
     bucket: int,
-    coding: Callable[[Network], Mapping[str, float]] = lambda net: {},
     steps_ratio: float | None = None,
+    opens: Plan | None = None,
 ) -> str:
     """Return the page, one file of HTML that opens with this plan.
 
     Args: table: what `methods.rows` returned. model, compute, local_steps: where the sliders are at first, as is net.
         sizes: a number of parameters -> the model with another one than that. assumed: what is said of each model.
-        memory: bit/s, of which coding is estimated. bucket: as for `methods.methods`.
-        coding: network -> seconds that coding the model takes, by a method's label, where they were measured.
-        steps_ratio: of the picks, in place of what is known.
+        rates: of the device; where coding was measured, coding this model. bucket: as for `methods.methods`.
+        steps_ratio: of the picks, in place of what is known. opens: the plan that is shown before anything is slid,
+        where own times or steps of it were measured.
     """
 
     def passes(label: str, net: Network) -> float | None:
-        seconds = coding(net).get(label)
-        return None if seconds is None else seconds * memory / (8 * model.params)
+        seconds = rates.coding(net).get(label)
+        return None if seconds is None else seconds * rates.memory / (8 * model.params)
 
     models = {n: model if n == model.params else sizes(n) for n in sorted({*PARAMS, model.params})}
-    filled = coefficients(table, net, [*models.values()], bucket, passes)
+    filled = coefficients(table, net, [*models.values()], bucket, passes, rates.own)
     filled["assumed"] = [assumed(each) for each in models.values()]
-    filled["memory"] = memory
+    filled["memory"] = rates.memory
+    opening = {(p.method.name, p.method.topology): (p.own, p.predicted) for p in opens.predictions} if opens else {}
+    for row in filled["rows"]:
+        row["opens"] = opening.get((row["name"], row["topology"]))
     filled["start"] = {
         "params": model.params, "world": net.world, "node": net.per_node,
         "intra": net.intra.cost.bandwidth, "intraLatency": max(LEAST, net.intra.cost.latency),
@@ -115,16 +118,18 @@ def _times_the_link(link: Link) -> dict[str, tuple[float, float]]:
 
 def coefficients(
     table: list[Row], net: Network, models: list[Model], bucket: int,
-    passes: Callable[[str, Network], float | None],
+    passes: Callable[[str, Network], float | None], own_time: Callable[[Method], float],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the data that the page evaluates, for these models, and for its numbers of ranks and for those of the net.
 
     What comes often is in lists, and named by its place there: cuts (of parts that are alike one behind the other, how
     many, and the fraction of the gradients that each is), kinds (of all that have the same bytes axis, collective and
     number of messages), series (for each model a cut, and for each run in it a kind and its bytes, another kind and its
-    bytes ...), and passes (bytes of memory for each parameter of each model).
+    bytes ...), passes (bytes of memory for each parameter of each model), and owns (for each model the seconds of a
+    method's own).
 
     Args: passes: a method's label and a network -> bytes of memory for each parameter, None for what its row says.
+        own_time: the seconds of a method's own.
     """
     nets = {
         (world, node): network(world, node, Cost(1, 1), Cost(1, 1))
@@ -132,7 +137,7 @@ def coefficients(
         for node in sorted({*NODES, net.per_node})
         if world % node == 0
     }
-    cuts, kinds, series, each_passes = _Places(), _Places(), _Places(), _Places()
+    cuts, kinds, series, each_passes, owns = _Places(), _Places(), _Places(), _Places(), _Places()
 
     def packed(parts: Parts) -> tuple[Any, ...]:
         runs = [(part, len(list(alike))) for part, alike in groupby(parts)]
@@ -154,6 +159,7 @@ def coefficients(
                     series[tuple(m and packed(m.parts) for m in made)],
                     series[tuple(m and packed(m.each_step) for m in made)],
                     series[tuple(m and packed(((1.0, m.exact),)) for m in made)],
+                    owns[tuple(m and own_time(m) for m in made)],
                 ]
             rows.append(
                 {
@@ -169,6 +175,7 @@ def coefficients(
         "kinds": list(kinds),
         "series": list(series),
         "passes": list(each_passes),
+        "owns": list(owns),
         "rows": rows,
         "forward": FORWARD,
         "worth": WORTH,

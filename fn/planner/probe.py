@@ -79,11 +79,12 @@ class _Stop(BaseException):
 
 
 def probe(
-    script: str, arguments: Sequence[str], steps: int, measure: Callable[[torch.device], Any]
+    script: str, arguments: Sequence[str], steps: int, measure: Callable[[Probed, Sequence[Tensor]], Any]
 ) -> tuple[Probed, Any]:
     """Run a script until its first optimizer has stepped `steps` times, and return what was seen of it.
 
-    Args: measure: is called behind the last step, before the script ends, on all ranks: its process group is there.
+    Args: measure: is called behind the last step, before the script ends, on all ranks, with what was seen and with the
+        parameters: its process group is there.
     Returns: what the steps need, and what `measure` returned.
     Raises: ValueError if there is no such script, it ends before, or none of its optimizers steps. What it raises
         itself is printed, and ends the process.
@@ -131,7 +132,7 @@ def _too_short(script: str, count: int, steps: int) -> str:
 class _Seen:
     """The state of the hooks on the optimizers' steps."""
 
-    def __init__(self, steps: int, measure: Callable[[torch.device], Any]) -> None:
+    def __init__(self, steps: int, measure: Callable[[Probed, Sequence[Tensor]], Any]) -> None:
         self.steps, self.looked_at, self.measure = steps, (steps + 1) // 2, measure
         self.params: dict[int, Tensor] = {}  # by id, in the order of the optimizers
         self.dtypes: dict[torch.dtype, int] = {}
@@ -146,6 +147,8 @@ class _Seen:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Remember what has a gradient."""
+        if len(self.ends) >= self.steps:  # an optimizer of `measure`
+            return
         self.optimizers[type(optimizer).__name__] = None
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.grad is not None and id(p) not in self.params:
@@ -213,13 +216,14 @@ class _Seen:
         hidden, by_shape = hidden_of(params)
         model = of_shapes([tuple(p.shape) for p in params], width, hidden)
         made = Probed(
-            model, by_shape, tuple(self.dtypes), tuple(self.optimizers), params[0].device, _slowest(whole),
-            _slowest(alone) if self.silenced else [], self.others,
+            model, by_shape, tuple(self.dtypes), tuple(self.optimizers), params[0].device, slowest(whole),
+            slowest(alone) if self.silenced else [], self.others,
         )  # fmt: skip
-        return made, self.measure(made.device)
+        self.end()  # what `measure` runs under DDP averages
+        return made, self.measure(made, params)
 
 
-def _slowest(times: list[float]) -> list[float]:
+def slowest(times: list[float]) -> list[float]:
     """Return the times of the slowest rank, where there are several."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return times

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -22,7 +23,7 @@ from fn.planner.efficiency import NCCL, constant, over_tcp
 from fn.planner.gpt import gpt
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
-from fn.planner.predict import Plan, plan
+from fn.planner.predict import Plan, Rates, plan
 from fn.planner.recommend import PICKS, recommend
 
 PARAMS = 1_300_000_000
@@ -215,11 +216,29 @@ def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_mea
 
     html = page.write(
         rows(local_steps=max(2, local_steps)), net, model=model, sizes=traffic.model, assumed=str, compute=0.5,
-        local_steps=local_steps, memory=1e11, bucket=traffic.BUCKET, coding=coding,
+        local_steps=local_steps, rates=Rates(1e11, coding), bucket=traffic.BUCKET,
     )  # fmt: skip
     compared = methods(model, net, local_steps=local_steps)
     made = plan(compared, net, 0.5, model.params, memory=1e11, coding=coding(net))
     check(script_of(html).eval('written.join("\\n")'), made)
+
+
+@pytest.mark.parametrize("measured", [
+    {"own": {"sign_muon": 0.25, "onebit_adam": 0.5}},
+    {"steps": {"adamw": 0.9, "adamw, int4 gradients": 0.7, "sign_muon": 0.6, "muloco, int8": 0.55}},
+    {"steps": {"adamw": 0.51, "adamw, int4 gradients": 0.7, "sign_muon": 0.6, "muloco, int8": 0.55}},
+])  # fmt: skip
+def test_the_script_opens_with_what_was_measured_and_slides_to_what_is_predicted(measured, few):
+    net, model = network(8, 8, MEASURED), traffic.model(PARAMS)
+    planned_ = partial(plan, methods(model, net), net, params=PARAMS, memory=1e11)
+    made = planned_(compute=0.5, **measured)
+    engine = script_of(page.write(
+        rows(), net, model=model, sizes=traffic.model, assumed=str, compute=0.5, local_steps=30, rates=Rates(1e11),
+        bucket=traffic.BUCKET, opens=made,
+    ))  # fmt: skip
+    check(engine.eval('written.join("\\n")'), made)
+    slid = Setting(PARAMS, 8, 8, 5e9, 2e-5, 5e9, 2e-5, 0.25, 30)
+    check(engine.call("opened", at(slid)), planned_(compute=0.25))
 
 
 def test_the_page_needs_nothing_from_elsewhere(few, tmp_path):
