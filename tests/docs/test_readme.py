@@ -25,7 +25,7 @@ def blocks() -> list[str]:
 
 
 def printed(block: str, folder: Path) -> str:
-    """Run a block as a script of its own, in two processes with what torchrun tells them; return what rank 0 printed."""
+    """Run a block as a script of its own, in two processes with what torchrun tells them; return what rank 0 prints."""
     script = folder / "readme.py"
     script.write_text(block)
     with socket.create_server(("127.0.0.1", 0)) as found:
@@ -95,8 +95,8 @@ def test_each_pick_trains_the_script_under_torchrun(name, tmp_path):
     shown = re.findall(r"^step (\d+): loss ([\d.]+)$", ended.stdout, re.MULTILINE)
     assert [int(step) for step, _ in shown] == [50, 100, 150, 200]
     said = re.findall(r"(\d\.\d+) ± \d\.\d+ and \d\.\d+ ± \d\.\d+", README.read_text())
-    expected = dict(zip(scripts(), map(float, said), strict=True))[name]  # mean over seeds, on more samples than a batch
-    assert float(shown[-1][1]) == pytest.approx(expected, rel=0.35)
+    expected = dict(zip(scripts(), map(float, said), strict=True))[name]
+    assert float(shown[-1][1]) == pytest.approx(expected, rel=0.35)  # of one batch and seed, beside the mean over seeds
 
 
 def with_examples() -> list[str]:
