@@ -1,4 +1,4 @@
-"""Step times: messages that overlap with the backward pass as far as they can, methods ranked, and a verdict."""
+"""Step times: messages that overlap with the backward pass as far as they can, and methods ranked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fn.errors import expected
 from fn.planner.methods import Method, Parts, method, rows
 from fn.planner.network import Network, duration
 from fn.planner.traffic import Model
-from fn.planner.units import show_seconds
 
 FORWARD = 1 / 3
 """The part of the computation before the first gradient is ready."""
@@ -80,11 +79,9 @@ class Prediction(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Predictions, the fastest first, and what they mean; net, params: what they are for."""
+    """Predictions, the fastest first; net, params: what they are for. `recommend` says what to take of them."""
 
     predictions: tuple[Prediction, ...]
-    pays: bool
-    verdict: str
     net: Network
     params: int
 
@@ -194,7 +191,7 @@ def plan(
     own: Mapping[str, float] | None = None,
     steps: Mapping[str, float] | None = None,
 ) -> Plan:
-    """Predict all methods, rank them, and say whether compression pays.
+    """Predict all methods, and rank them.
 
     Args:
         compute: seconds of a step without communication. params: the number of parameters.
@@ -217,62 +214,4 @@ def plan(
     ]  # fmt: skip
     predictions = [with_step(p, steps[p.method.label]) if p.method.label in steps else p for p in predictions]
     ranked = tuple(sorted(predictions, key=lambda prediction: prediction.step))
-    return Plan(ranked, *_verdict(ranked), net, params)
-
-
-def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
-    """Return whether compression in every step is worth it, and why; and which of all methods is the fastest."""
-    steady = [p for p in ranked if p.method.in_every_step]
-    best = next(p for p in steady if p.method.compressed)
-    plain = next(p for p in steady if not p.method.compressed)
-    exact = next(p for p in steady if p.method.name == "adamw")
-    pays = _pays(best, plain)
-    if pays:
-        text = (
-            f"Compression pays: of the methods that synchronise in every step, {best.method.label} is the fastest, "
-            f"{show_seconds(best.step)} a step. {plain.method.label} takes {show_seconds(plain.step)} "
-            f"({plain.step / best.step:.2f}x), of which {show_seconds(plain.exposed)} is communication that the "
-            f"backward pass does not hide."
-        )
-    else:
-        text = f"Compression does not pay here: {_reason(best, plain, exact)}"
-    return pays, text + _of_all(ranked[0], best if pays else plain)
-
-
-def _pays(prediction: Prediction, plain: Prediction) -> bool:
-    return prediction.step <= (1 - WORTH) * plain.step
-
-
-def _of_all(fastest: Prediction, steady: Prediction) -> str:
-    """Say which of all methods is the fastest, where that is one that leaves out exchanges."""
-    if fastest.method.in_every_step or not _pays(fastest, steady):
-        return ""
-    how = f"Its ranks exchange in one of {fastest.method.interval} steps, which changes what is learned: see "
-    how = f"{how}docs/choosing.md" if fastest.method.local or fastest.method.interval > 1 else LATER
-    return (
-        f" Of all methods, {fastest.method.label} is the fastest, {show_seconds(fastest.step)} a step "
-        f"({steady.step / fastest.step:.2f}x as fast). {how}."
-    )
-
-
-LATER = "Its directions arrive a step late, which changes what is learned: see docs/late.md"
-
-
-def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
-    if exact.communication == 0:
-        return "a single rank has nobody to talk to, so every method takes the step of the computation alone."
-    if exact.exposed <= WORTH * exact.step:
-        return (
-            f"adamw's all-reduce takes {show_seconds(exact.communication)}, of which the backward pass hides all but "
-            f"{show_seconds(exact.exposed)}; no method can save more than {100 * exact.exposed / exact.step:.1f} % "
-            f"of the step of {show_seconds(exact.step)}."
-        )
-    if best.coding + best.exposed >= plain.exposed + plain.coding:
-        return (
-            f"{best.method.label} still exposes {show_seconds(best.exposed)} and spends {show_seconds(best.coding)} "
-            f"on coding, {plain.method.label} exposes {show_seconds(plain.exposed)} and is done."
-        )
-    return (
-        f"{best.method.label} takes {show_seconds(best.step)} a step, {plain.method.label} "
-        f"{show_seconds(plain.step)}: less than {100 * WORTH:.0f} % to win."
-    )
+    return Plan(ranked, net, params)
