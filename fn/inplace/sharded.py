@@ -7,6 +7,9 @@ throughout where something is not finite.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -87,13 +90,14 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
-        # of vectors, each of which is a tensor to the inner, and no vector rests
-        ((_, betas),) = ages.groups(moments, (), h.b1, h.b2 if isinstance(h, Adam) else 0.0)
-        numbers = *betas, h.eps, behind.weight_decay, behind.rate, max_step, frozen
-        # the momentum that travels is the inner's, and decays alike
-        here = rules if rules.momentum is None else rules._replace(momentum=betas[0])
+        # The counts of tensors, which share vectors: usually they are alike, and so are all decays.
+        decays = ages.decays(moments._replace(rested=inside.rested), h.b1, h.b2 if isinstance(h, Adam) else 0.0)
+        numbers = h.eps, behind.weight_decay, behind.rate, max_step, frozen
         mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
+            of_tensors = [decays[i] for i in bucket.leaf_indices] if len(decays) > 1 else decays
+            # the momentum that travels is the inner's, and decays alike
+            here = rules if rules.momentum is None else rules._replace(momentum=_first_of(of_tensors, bucket, mu))
             rows, kept = reduce_to_rows(grads, kept, bucket, here, codes)  # W of (n/W,), or their mean
             keeps = isinstance(master, Tensor)
             # (n / W,): this rank's row of the params.
@@ -107,7 +111,8 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in moved]
             if whole is not None and not keeps and old.dtype == dtype:
                 new[0] = whole[int(index)]  # params that are not kept are made where they travel from
-            peaks = direct("adamw_into_", new, rows, [old, mu, nu], *numbers)
+            cuts = [old.shape[0]] if len(of_tensors) == 1 else layouts.cuts(bucket, int(index))
+            peaks = _move(new, rows, [old, mu, nu], cuts, of_tensors, numbers)
             del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
             # Before the gather: the NaN tells all ranks in the message that travels in any case.
             _mark(new[0], peaks, dtype)
@@ -140,6 +145,32 @@ class _Step(NamedTuple):
     kept: Kept
     new: list[Tensor]
     whole: Tensor
+
+
+def _first_of(decays: list[tuple[float, ...]], bucket: layouts.Bucket, like: Tensor) -> float | Tensor:
+    """Return the decay of first moments: of all tensors of a bucket, or (W, n / W) of its elements."""
+    if len({*decays}) == 1:
+        return decays[0][0]
+    return layouts.spread([like.new_tensor(b1) for b1, *_ in decays], bucket)
+
+
+def _move(
+    new: list[Tensor], rows: Sequence[Tensor] | Tensor, old: list[Tensor], cuts: list[int],
+    decays: list[tuple[float, ...]], numbers: tuple[Any, ...],
+) -> Tensor:  # fmt: skip
+    """Take the step of a shard, and return the peaks: a kernel for each run of tensors whose moments decay alike.
+
+    Args: new, rows, old, numbers: as for `adamw_into_`. cuts: how many elements each tensor has. decays: of each.
+    """
+    peaks, start = [], 0
+    for betas, run in groupby(zip(decays, cuts, strict=True), itemgetter(0)):
+        end = start + sum(n for _, n in run)
+        whole = end - start == old[0].shape[0]
+        at = [some if whole else [x[start:end] for x in some] for some in (new, rows, old)]
+        peaks.append(direct("adamw_into_", *at, *betas, *numbers))
+        start = end
+    # (2,) each -> (2,)
+    return torch.stack(peaks).amax(0) if len(peaks) > 1 else peaks[0]
 
 
 def _mark(shard: Tensor, peaks: Tensor, dtype: torch.dtype) -> None:

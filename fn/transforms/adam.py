@@ -11,6 +11,7 @@ calling them computes is the specification.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -109,11 +110,11 @@ class OnebitAdamState(NamedTuple):
 
 
 Moments = AdamState | OnebitAdamState
+Ages = Tensor | list[Tensor] | None
+"""Of moments: of all tensors, of each, or of their elements; see `by_tensor`."""
 
 
-def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, await_gradient: bool = False
-) -> Transform:
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, await_gradient: bool = False) -> Transform:
     """Divide the averaged gradient by the root of the averaged square.
 
         mu <- mu + (1 - b1) / (1 - b1^t) (g - mu)        nu <- nu + (1 - b2) / (1 - b2^t) (g^2 - nu)
@@ -288,10 +289,13 @@ def started(state: Any) -> Any:
     if not places:
         return state
     age, counts = state.ages[-1], [leaves[i] for i in places]
-    if _is_on_host(age, *counts, *nus):
+    if any(x.ndim for x in counts):  # of elements, see `by_tensor`
+        waits = {i: ~nus[i].any() & (leaves[i] == age - 1) for i in places}
+        new = {i: torch.where(waits[i], age, leaves[i]) for i in places}
+    elif _is_on_host(age, *counts, *nus):
         latest = int(age) - 1
-        waits = [i for i in places if int(leaves[i]) == latest and not nus[i].any()] if latest >= 0 else []
-        new = {i: torch.full_like(age, latest + 1) for i in waits}
+        late = [i for i in places if int(leaves[i]) == latest and not nus[i].any()] if latest >= 0 else []
+        new = {i: torch.full_like(age, latest + 1) for i in late}
     elif _begun.known(counts[0]):
         return state
     else:  # nobody waits for a device: it chooses, and tells later whether it has to go on choosing
@@ -308,23 +312,37 @@ def started(state: Any) -> Any:
     return state._replace(rested=tree.unflatten(tree.flatten(state.rested)[1], rested))
 
 
-def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ages of mu and nu of each tensor, (S,), or 0-d where all tensors have the same; None without ages."""
+def by_tensor(ages: tuple[Tensor, ...], rested: Tree) -> tuple[Ages, Ages]:
+    """Return the ages of mu and nu of each tensor, (S,), or 0-d where all tensors have the same; None without ages.
+
+    Where a count is that of the elements of a vector, as `sharded` hands them down, a list, with an age for each tensor
+    or each of its elements.
+    """
     if not ages:
         return None, None
     leaves = tree.leaves(rested)
-    if not leaves:
-        return ages[0], ages[1]
-    if _is_on_host(*leaves):
-        found = {int(x) for x in leaves}
-        if len(found) == 1:
-            (count,) = found
-            return ages[0] - count, ages[1] - count
-    elif _never_rested.known(leaves[0]):
-        return ages[0], ages[1]
+    count = common(leaves)
+    if count is not None:
+        return (ages[0] - count, ages[1] - count) if count else (ages[0], ages[1])
+    if any(x.ndim for x in leaves):
+        return [ages[0] - x for x in leaves], [ages[1] - x for x in leaves]
     counts = torch.stack(leaves)  # (S,)
-    _never_rested.ask(leaves[0], lambda: ~counts.any())
     return ages[0] - counts, ages[1] - counts
+
+
+def common(counts: Sequence[Tensor]) -> int | None:
+    """Return the number that all counts are, 0 of none, if the host knows it without a wait for a device; else None."""
+    if not counts:
+        return 0
+    if any(x.ndim for x in counts):
+        return None
+    if _is_on_host(*counts):
+        found = {int(x) for x in counts}
+        return found.pop() if len(found) == 1 else None
+    if _never_rested.known(counts[0]):
+        return 0
+    _never_rested.ask(counts[0], lambda: ~torch.stack([*counts]).any())
+    return None
 
 
 def _is_on_host(*tensors: Tensor) -> bool:
@@ -380,17 +398,25 @@ def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
     return apply(rules.kept_unseen, (x, nu), 0.0)
 
 
-def moving_average(average: Tree, new: Tree, decay: float, age: Tensor | None = None) -> Tree:
+def moving_average(average: Tree, new: Tree, decay: float, age: Ages = None) -> Tree:
     """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average.
 
-    Args: age: how many values the average has, with the new one; it is then bias-corrected. (S,): of each leaf. None:
-        it is not.
+    Args: age: how many values the average has, with the new one; it is then bias-corrected. (S,): of each leaf; a list:
+        of each leaf or its elements. None: it is not.
     """
+    if isinstance(age, list):
+        structure = tree.flatten(average)[1]
+        weights = tree.unflatten(structure, [1 - share(decay, x) for x in age])
+        return apply(rules.lerp, (new, average, weights), like=1)
     return apply(rules.lerp, (new, average), decay if age is None else 1 - share(decay, age), like=1)
 
 
-def moving_average_of_squares(average: Tree, new: Tree, decay: float, age: Tensor | None = None) -> Tree:
+def moving_average_of_squares(average: Tree, new: Tree, decay: float, age: Ages = None) -> Tree:
     """Return decay * average + (1 - decay) * new^2, leaf by leaf, in the dtype of the average. age: as above."""
+    if isinstance(age, list):
+        structure, shares = tree.flatten(average)[1], [share(decay, x) for x in age]
+        weights = (tree.unflatten(structure, part) for part in ([1 - x for x in shares], shares))
+        return apply(rules.second_moment, (average, new, *weights))
     latest = 1 - decay if age is None else share(decay, age)
     return apply(rules.second_moment, (average, new), decay if age is None else 1 - latest, latest)
 

@@ -11,6 +11,7 @@ each tensor, and scales and blocks of a codec never cross from one tensor into a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -232,6 +233,43 @@ def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> Non
     flats, pieces = paired_views([t.view(-1) for t in tensors], table, widths)
     if flats:
         torch._foreach_copy_(flats, pieces)
+
+
+def cuts(bucket: Bucket, row: int) -> list[int]:
+    """Return how many elements of a row belong to each tensor, padding included."""
+    if not bucket.fused:
+        return list(bucket.segments.widths)
+    width, ends = bucket.segments.row_length, [*accumulate(shape.numel() for shape in bucket.shapes)]
+    ends[-1] = width * bucket.segments.valid.shape[0]  # the padding is behind the last one
+    inside = [min(max(end - row * width, 0), width) for end in ends]
+    return [end - start for start, end in zip([0, *inside], inside, strict=False)]
+
+
+def part(vector: Tensor, bucket: Bucket, row: int, s: int) -> Tensor:
+    """Return what tensor s has of a vector, with its padding, in its memory.
+
+    Args: vector: of the bucket, (n,), or row `row` of that, (n / W,).
+    """
+    rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
+    if vector.shape[0] == width:
+        lengths, at = cuts(bucket, row), vector
+    elif bucket.fused:
+        lengths, at = [sum(of_rows) for of_rows in zip(*(cuts(bucket, r) for r in range(rows)), strict=True)], vector
+    else:
+        lengths, at = cuts(bucket, row), vector.view(rows, width)  # (n,) -> (W, n / W), of which it has columns
+    return at.narrow(-1, sum(lengths[:s]), lengths[s])
+
+
+def spread(numbers: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """Return for each element of a bucket's rows the number of its tensor, (W, n / W). Args: numbers: 0-d each."""
+    rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
+    if not bucket.fused:
+        # (width_s,) each -> (n / W,); the rows are alike
+        return torch.cat([x.expand(w) for x, w in zip(numbers, bucket.segments.widths, strict=True)]).expand(rows, -1)
+    lengths = [shape.numel() for shape in bucket.shapes]
+    lengths[-1] += rows * width - sum(lengths)
+    # (n_i,) each -> (n,) -> (W, n / W)
+    return torch.cat([x.expand(n) for x, n in zip(numbers, lengths, strict=True)]).view(rows, width)
 
 
 def restore(structure: Any, leaf_at: dict[int, Tensor]) -> Tree:

@@ -147,24 +147,31 @@ def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
     return layouts.join([leaves.get(i, none) for i in range(max(bucket.leaf_indices) + 1)], bucket)
 
 
-def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
-    """Return how a state of shards moves: pieces of the buckets' vectors, whole ones, and leaves that all ranks share.
+def bucket_of(
+    path: str, leaf: Tensor, suffixes: Sequence[str], buckets: Sequence[layouts.Bucket]
+) -> layouts.Bucket | None:
+    """Return the bucket of whose vector a leaf of a state is a piece, or all; None of what is no such vector.
 
     Args: suffixes: how the paths of the pieces of each bucket end.
     """
+    for suffix, bucket in zip(suffixes, buckets, strict=True):
+        row, rows = bucket.segments.row_length, bucket.segments.valid.shape[0]
+        fits = leaf.ndim == 1 and leaf.shape[0] in (row, rows * row)
+        if fits and (path == suffix or path.endswith(f".{suffix}")):
+            return bucket
+    return None
 
-    def bucket_of(path: str, leaf: Tensor, buckets: list[layouts.Bucket]) -> layouts.Bucket | None:
-        for suffix, bucket in zip(suffixes, buckets, strict=True):
-            row, rows = bucket.segments.row_length, bucket.segments.valid.shape[0]
-            fits = leaf.ndim == 1 and leaf.shape[0] in (row, rows * row)
-            if fits and (path == suffix or path.endswith(f".{suffix}")):
-                return bucket
-        return None
+
+def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
+    """Return how a state of shards moves: pieces of the buckets' vectors, whole ones, and leaves that all ranks share.
+
+    Args: suffixes: as for `bucket_of`.
+    """
 
     def addends(state: Tree, world: int, rank: int) -> Tree:
         buckets, sums = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
-            bucket = bucket_of(path, leaf, buckets)
+            bucket = bucket_of(path, leaf, suffixes, buckets)
             # What all ranks hold alike rank 0 adds, and the others zeros, so that the sum is what they hold.
             if bucket is None:
                 zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
@@ -180,7 +187,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         buckets, moved = plan(world), []
         leaves, structure = tree.flatten(fresh)
         for path, leaf in zip(tree.paths(fresh), leaves, strict=True):
-            bucket = bucket_of(path, leaf, buckets)
+            bucket = bucket_of(path, leaf, suffixes, buckets)
             value = next(rest) if bucket is None else take_parts(rest, bucket)
             if value.shape != leaf.shape:
                 value = value.view(world, -1)[rank]  # (n,) -> (W, n / W) -> (n / W,), this rank's row

@@ -18,7 +18,7 @@ The inner links need not know of it: they see this rank's shard of gradients and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,15 +58,18 @@ from fn.kernels import flags, memory_pool, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
-from fn.transforms.adam import share
+from fn.transforms.adam import common, share, start_rested
 from fn.transforms.flat_layout import Bucket, end_to_end, join, split
 from fn.transforms.leafwise import apply
-from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape
+from fn.transforms.resharding import Notes, Reshape, bucket_of, errors_reshape, in_parts, reshapes, shards_reshape
 
 Tree = Any
 
 
-@declare(rank_local=("inner", "master", "place"), copies=("master",), shard=("place",), others=("inner",))
+@declare(
+    rank_local=("inner", "master", "place"), copies=("master",), shard=("place",), others=("inner",),
+    rested=("rested",),
+)  # fmt: skip
 class ShardedState(NamedTuple):
     """What one rank keeps of a sharded optimizer. Tuples have an entry for each vector that travels, see `flat_layout`.
 
@@ -75,6 +78,8 @@ class ShardedState(NamedTuple):
     errors: residual errors, of the reduce-scatter (worker) and of the all-gather (server).
     place: the number of this rank's shard and the number of shards, (2,) int64.
     momentum: the momentum that all ranks agreed on, or () where gradients are exchanged.
+    rested: how many of the updates that inner's ages count each tensor sat out, a tree like the params of 0-d int64; ()
+        where none did, and where inner has no ages.
     """
 
     inner: Tree
@@ -82,6 +87,7 @@ class ShardedState(NamedTuple):
     errors: ErrorFeedbackState
     place: Tensor
     momentum: tuple[Tree, ...]
+    rested: Tree = ()
 
 
 @says(now=True)  # its master params
@@ -102,9 +108,9 @@ class Rules(NamedTuple):
     """How messages of `sharded` travel; its arguments, with defaults filled in.
 
     codec, feedback: of the gradients, to the shards. gather, gather_feedback: of updates or params, back; None is full
-    precision. momentum: its decay, of this step, where momentum is exchanged in place of gradients. master: whether
-    params travel back, of which the shard is kept in float32; None: where they are in half precision. layout: as for
-    `compressed_average`.
+    precision. momentum: its decay, of this step, where momentum is exchanged in place of gradients; (W, n / W) where
+    that of its elements differs. master: whether params travel back, of which the shard is kept in float32; None: where
+    they are in half precision. layout: as for `compressed_average`.
     """
 
     axis: AxisNames
@@ -138,17 +144,29 @@ class Kept(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How params are divided. plan: the vectors that they make. row: which row of each is this rank's, 0-d int64."""
+    """How an init divided params. state: which it made. leaves: the params. arrange: W -> the vectors that they make.
 
-    plan: list[Bucket]
-    row: Tensor
+    paths: of the leaves, where inner sees a tree of them; else it sees a list of the vectors.
+    """
 
-    def placed(self, bucket: Bucket, shard: Tensor) -> list[Tensor]:
-        """Return tensors of the bucket's shapes that hold a shard (n / W,) in its place, and zeros elsewhere."""
-        full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])  # (W, n / W)
-        full[int(self.row)] = shard
-        # (W, n / W) -> (n,) -> the shapes of the leaves
-        return split(full.view(-1), bucket)
+    state: ShardedState
+    leaves: list[Tensor]
+    arrange: Callable[[list[Tensor], int], list[Bucket]]
+    paths: list[str] | None
+
+    def parts(self, state: ShardedState, leaves: list[Tensor]) -> Iterator[tuple[Tensor, int, Callable[..., Tensor]]]:
+        """Yield (a vector of the state, the number of a leaf that has a part of it, what finds that part in it).
+
+        Args: state: like the one that init made, of other leaves, on another number of ranks. Errors are left out.
+        """
+        row, ranks = state.place.tolist()
+        plan = self.arrange(leaves, ranks)
+        numbers = [str(b) for b in range(len(plan))]
+        for suffixes, some in ((self.paths or numbers, state.inner), (numbers, (state.master, state.momentum))):
+            for path, x in tree.by_path(some).items():
+                if bucket := bucket_of(path, x, suffixes, plan):
+                    for s, i in enumerate(bucket.leaf_indices):
+                        yield x, i, partial(layouts.part, bucket=bucket, row=row, s=s)
 
 
 divisions: Notes[Division] = Notes()
@@ -259,7 +277,6 @@ def sharded(
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
         plan = rules.arrange(leaves)  # leaves of a dtype and device make a vector (n,), padded to W rows (n / W,)
-        divisions.add(Division(plan, index))
         for bucket in plan:
             like = leaves[bucket.leaf_indices[0]]
             # A copy: a state that keeps the shard would otherwise change with the params.
@@ -272,9 +289,11 @@ def sharded(
         place = torch.stack([index, torch.tensor(axis_size(axis), dtype=torch.int64, device="cpu")])
         inner_state = inner.init(as_inner(structure, owned))
         roles.check_same_params(inner_state)
-        state = _state(inner_state, masters, kept, place)
+        corrected = any(roles.find(inner_state, "ages"))
+        state = _state(inner_state, masters, kept, place, start_rested(params, corrected))
+        paths = tree.paths(params) if layout == "per_tensor" else None
+        divisions.add(Division(state, leaves, rules.arrange, paths))
         if isinstance(axis, str):
-            paths = tree.paths(params) if layout == "per_tensor" else None
             reshapes.add((state, _moves(state, leaves, paths, rules)))
         return state
 
@@ -291,11 +310,13 @@ def sharded(
             check_shards(state, plan, index)
             tree.check_updates(updates, params)
             grads = tree.leaves(tree.in_order(updates, params, "updates"))
-            here, ages = rules, roles.find(state.inner, "ages")
-            if momentum is not None and any(ages):  # what travels is corrected as the inner's momentum is
-                here = rules._replace(momentum=1 - share(momentum, ages[0][0] + 1))
+            rests, ages = rests_of(state, plan), roles.find(state.inner, "ages")
             shards, kept, owned = [], [], []
-            for bucket, before, saved in zip(plan, kept_of(state), state.master, strict=True):
+            for bucket, before, saved, rest in zip(plan, kept_of(state), state.master, rests, strict=True):
+                here = rules
+                if momentum is not None and any(ages):  # what travels is corrected as the inner's momentum is
+                    age = ages[0][0] + 1 if rest is None else ages[0][0] + 1 - rest
+                    here = rules._replace(momentum=1 - share(momentum, age))
                 shard, after = reduce_to_shard(join(grads, bucket), before, bucket, here, codes)  # (n,) -> (n / W,)
                 shards.append(shard)
                 kept.append(after)
@@ -308,7 +329,9 @@ def sharded(
                     owned.append(saved if rules.gather is not None else refreshed(saved, leaves, bucket, index))
             with flags.unassumed():  # this shard may be finite where another rank's is not
                 pieces = as_inner(structure, owned)
-                moves, inside = move(as_inner(structure, shards), state.inner, pieces)
+                given = handed_down(state.inner, rests, index, pieces)
+                moves, inside = move(as_inner(structure, shards), given, pieces)
+                inside = taken_back(inside, given, state.inner)
                 # A NaN is gathered with the shard, so that the guard around this skips on all ranks.
                 moves, inside = show_failures(as_updates(moves, pieces), state.inner, inside)
             moved_leaves: dict[int, Tensor] = {}
@@ -322,7 +345,7 @@ def sharded(
                 parts = zip(bucket.leaf_indices, split(whole, bucket), strict=True)
                 (new_params if sends_params else moved_leaves).update(parts)
                 masters.append(value if sends_params else ())
-            made = _state(inside, masters, kept, state.place)
+            made = _state(inside, masters, kept, state.place, state.rested)
             if not new_params:
                 return layouts.restore(structure, moved_leaves), made
             # As they are: p + (p' - p) may miss p', which the next step would take for a write by hand, and the master
@@ -337,9 +360,9 @@ def sharded(
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
 
 
-def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor) -> ShardedState:
+def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor, rested: Tree) -> ShardedState:
     errors = ErrorFeedbackState(tuple(k.worker for k in kept), tuple(k.server for k in kept))
-    return ShardedState(inner, tuple(masters), errors, place, tuple(k.momentum for k in kept))
+    return ShardedState(inner, tuple(masters), errors, place, tuple(k.momentum for k in kept), rested)
 
 
 def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, rules: Rules) -> Reshape:
@@ -353,15 +376,62 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     errors = errors_reshape(leaves, axis, plan, there, back)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
-        (lambda s: (s.master, s.momentum), shards_reshape(axis, plan, numbers)),
+        (lambda s: (s.master, s.momentum, s.rested), shards_reshape(axis, plan, numbers)),
         (lambda s: s.errors, errors),
     ]
 
     def together(fresh: ShardedState, moved: list[Tree]) -> ShardedState:
-        inner, (master, momentum), errors = moved
-        return fresh._replace(inner=inner, master=master, momentum=momentum, errors=errors)  # `place`: of the new ranks
+        inner, (master, momentum, rested), errors = moved
+        # `place`: of the new ranks
+        return fresh._replace(inner=inner, master=master, momentum=momentum, rested=rested, errors=errors)
 
     return in_parts(parts, together)
+
+
+def rests_of(state: ShardedState, plan: list[Bucket]) -> list[Tensor | None]:
+    """Return how many updates the tensors of each vector sat out, 0-d, or (W, n / W) of its elements; None for none."""
+    counts = tree.leaves(state.rested)
+    alike = common(counts)
+    if alike == 0:
+        return [None] * len(plan)
+    of_vectors = [[counts[i] for i in bucket.leaf_indices] for bucket in plan]
+    return [
+        some[0] if alike is not None or not bucket.segments.row_length else layouts.spread(some, bucket)
+        for bucket, some in zip(plan, of_vectors, strict=True)
+    ]
+
+
+def handed_down(inner: Tree, rests: list[Tensor | None], index: Tensor, pieces: Tree) -> Tree:
+    """Return the inner state with what the tensors of its vectors sat out.
+
+    Args: rests: as `rests_of` returns them. index: of this rank's row. pieces: the vectors, as inner sees them.
+    """
+    if rests.count(None) == len(rests):
+        return inner
+    rows = [rest if rest is None or not rest.ndim else row_of(rest, index, rest.shape[0]) for rest in rests]
+    of_paths = dict(zip(tree.paths(pieces), rows, strict=True))
+
+    def counts(before: Tree) -> Tree:
+        leaves, structure = tree.flatten(before)
+        found = [of_paths.get(path) for path in tree.paths(before)]
+        return tree.unflatten(structure, [x if r is None else x.maximum(r) for x, r in zip(leaves, found, strict=True)])
+
+    return roles.replace(inner, "rested", counts)
+
+
+def taken_back(after: Tree, given: Tree, before: Tree) -> Tree:
+    """Return the inner state after an update with its own counts, one for each vector, and what it added to them.
+
+    Args: given: what `handed_down` made of the state before.
+    """
+    if given is before:
+        return after
+    counts = zip(*(roles.find(inner, "rested") for inner in (given, before)), strict=True)
+
+    def own(new: Tree) -> Tree:
+        return tree.map(lambda x, handed, old: old + (x - handed).amin(), new, *next(counts))
+
+    return roles.replace(after, "rested", own)
 
 
 def kept_of(state: ShardedState) -> list[Kept]:
@@ -445,10 +515,13 @@ def _reduce_momentum(
 
     That is mu + (mu' - mu) / (1 - b1): the inner transform's moving average, with the same decay, then arrives at mu'.
     """
-    b1: Any = rules.momentum
-    if isinstance(b1, Tensor):  # `lerp` takes a weight of the dtype of what it weighs
-        b1 = b1.to(kept.momentum.dtype)
     ranks, index = bucket.segments.valid.shape[0], axis_index(rules.axis)
+    b1: Any = rules.momentum
+    of_row = b1
+    if isinstance(b1, Tensor):  # `lerp` takes a weight of the dtype of what it weighs
+        b1 = of_row = b1.to(kept.momentum.dtype)
+        if b1.ndim:
+            b1, of_row = b1.reshape(-1), row_of(b1, index, ranks)  # (W, n / W) -> (n,), (n / W,)
     before = row_of(kept.momentum, index, ranks)  # (n,) -> (n / W,)
     if codes:
         wider = x.to(kept.momentum.dtype)
@@ -459,10 +532,10 @@ def _reduce_momentum(
         fresh = is_concrete(local)  # its memory becomes the error's
         mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments, consume=fresh)  # (n,)
         # (n,) -> (n / W,), this rank's row of the mean
-        return before + (row_of(mean, index, ranks) - before) / (1.0 - b1), Kept(*errors, mean)
+        return before + (row_of(mean, index, ranks) - before) / (1.0 - of_row), Kept(*errors, mean)
     shard = _exact_shard(x, bucket, rules)
     # (n / W,) -> (n,): all ranks hold the same momentum when the codes begin
-    mean = _gather_exactly(torch.lerp(shard, before, b1), shard.dtype, bucket, rules)
+    mean = _gather_exactly(torch.lerp(shard, before, of_row), shard.dtype, bucket, rules)
     return shard, kept._replace(momentum=mean)
 
 

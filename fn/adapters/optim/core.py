@@ -56,7 +56,8 @@ class Unit:
     tuples of lists, one for each group, or the list of a single one. state: live buffers. has_copies: whether it
     has `copies`. versions: of the params, as fn left them; [] where that is not known. given: the parameters and
     names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
-    belongs to, or None; [] until somebody asks.
+    belongs to, or None; [] until somebody asks. parts: of each leaf, if it is a vector with parts of several, the
+    number of each and what finds its part. divided: the numbers of the parameters that each state of shards divides.
     """
 
     transform: Transform
@@ -69,6 +70,8 @@ class Unit:
     versions: list[tuple[int, int]] = field(default_factory=list)
     given: list[dict[str, Any]] = field(default_factory=list)
     places: list[int | None] = field(default_factory=list)
+    parts: list[list[tuple[int, Callable[[Tensor], Tensor]]]] = field(default_factory=list)
+    divided: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.given:

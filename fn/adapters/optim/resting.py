@@ -17,6 +17,7 @@ from fn.adapters.optim.core import Core, Unit
 from fn.adapters.optim.shards import pieces
 from fn.collectives.axis import alone
 from fn.roles import ERROR, SHARD
+from fn.transforms.sharded import divisions
 
 Tree = Any
 
@@ -30,31 +31,45 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
     """
     # Copies of the params rest with them; else the next exchange would move what rests.
     columns = [tree.leaves(unit.params), *unit.copies]
-    kept = [x for column in columns for x, stays in zip(column, rests, strict=True) if stays]
-    counts: list[tuple[Tensor, list[Tensor], Tensor]] = []
+    kept: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = [
+        (x, whole) for column in columns for x, stays in zip(column, rests, strict=True) if stays
+    ]
+    counts: list[tuple[list[Tensor], list[bool], list[Tensor], Tensor]] = []
     if moves_moments and not roles.find(unit.state, "taken"):  # late gradients move them when their mean arrives
         leaves, marks = tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state))
         places = places_of(core, unit)
-        resting = {id(x) for x, i in zip(leaves, places, strict=True) if i is not None and rests[i]}
-        kept += [x for x, mark in zip(leaves, marks, strict=True) if id(x) in resting and mark not in (ERROR, SHARD)]
-        for ages, mus, rested in counted(unit.state):
-            before = torch.stack(ages)  # (2,)
-            counts += [(r, ages, before) for r, mu in zip(rested, mus, strict=True) if id(mu) in resting]
-    numbers = [x.detach().clone() for x in kept]
+        resting = {id(x) for x, i, mark in zip(leaves, places, marks, strict=True)
+                   if i is not None and rests[i] and mark not in (ERROR, SHARD)}  # fmt: skip
+        kept += [(x, whole) for x in leaves if id(x) in resting]
+        kept += [(x, find) for x, parts in zip(leaves, unit.parts, strict=True) for i, find in parts if rests[i]]
+        found = [(ages, [id(mu) in resting for mu in mus], rested) for ages, mus, rested in counted(unit.state)]
+        for node, members in zip(shards_in(unit.state), unit.divided, strict=True):
+            if rested := tree.leaves([getattr(node, name) for name in roles.roles_of(node).rested]):
+                ages = tree.leaves(next(filter(None, roles.find(node, "ages"))))
+                found.append((ages, [rests[i] for i in members], rested))
+        counts = [(rested, stay, ages, torch.stack(ages)) for ages, stay, rested in found if any(stay)]
+    numbers = [find(x).detach().clone() for x, find in kept]
 
     def put_back() -> None:
-        for x, before in zip(kept, numbers, strict=True):
-            x.copy_(before)
-        for rested, ages, before in counts:
+        for (x, find), before in zip(kept, numbers, strict=True):
+            find(x).copy_(before)  # found anew: the state may lie in other memory now
+        for rested, stay, ages, before in counts:
             # The step of a frozen moment is none to sit out.
-            rested.add_((torch.stack(ages) - before).amin())  # (2,) -> ()
+            steps = (torch.stack(ages) - before).amin()  # (2,) -> ()
+            for count, stays in zip(rested, stay, strict=True):
+                count.add_(steps * stays)  # all are written: whoever has read one of them reads all anew
 
     return put_back
 
 
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor as it is."""
+    return x
+
+
 def counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
     """Return of each state with corrected moments the ages, first moments, and what tensors sat out, if it says so."""
-    nodes = [(node, roles.roles_of(node)) for node in tree.named_tuples(state)]
+    nodes = [(node, said) for node in tree.named_tuples(state) if (said := roles.roles_of(node)).first_moment]
     found = [
         tuple(tree.leaves(getattr(node, name)) for (name,) in (said.ages, said.first_moment, said.rested))
         for node, said in nodes
@@ -66,7 +81,8 @@ def counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]
 def places_of(core: Core, unit: Unit) -> list[int | None]:
     """Return for each leaf of a unit's state the number of the parameter that it belongs to and has the shape of.
 
-    To find it, init makes a state of stand-ins, no two of which have the same shape.
+    To find it, init makes a state of stand-ins, no two of which have the same shape. By these it also notes which
+    vectors have parts of which parameters.
     """
     if not unit.places:
         params = unit.members
@@ -77,10 +93,25 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
         members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
         number = {shape: i for i, shape in enumerate(shapes)}
-        with alone(core.binding.axes):
-            state = tree.by_path(unit.transform.init(stand_ins))
-        real = [x.shape for x in pieces(params)]
+        with alone(core.binding.axes), divisions.collected() as notes:
+            made = unit.transform.init(stand_ins)
+        state, real = tree.by_path(made), [x.shape for x in pieces(params)]
         for path, x in tree.by_path(unit.state).items():
             i = number.get(tuple(state[path].shape)) if path in state else None
             unit.places.append(i if i is not None and x.shape == real[i] else None)
+        of_leaves: dict[int, list[tuple[int, Callable[[Tensor], Tensor]]]] = {}
+        for stand_in, node in zip(shards_in(made), shards_in(unit.state), strict=True):
+            # By identity: an equal state may be another one's.
+            division = next((note for note in notes if note.state is stand_in), None)
+            found = [number[x.shape] for x in division.leaves if x.shape in number] if division else []
+            unit.divided.append(found)
+            if division and len(found) == len(division.leaves):
+                for x, i, find in division.parts(node, [pieces(params)[n] for n in found]):
+                    of_leaves.setdefault(id(x), []).append((found[i], find))
+        unit.parts = [of_leaves.get(id(x), []) for x in tree.leaves(unit.state)]
     return unit.places
+
+
+def shards_in(state: Tree) -> list[Any]:
+    """Return the states whose vectors are divided among ranks, outermost first."""
+    return [node for node in tree.named_tuples(state) if roles.roles_of(node).shard]

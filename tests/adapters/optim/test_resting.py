@@ -41,6 +41,11 @@ ALONE: dict[str, Callable[..., Any]] = {
         fn.mask(fn.scale_by_adam(), [True, True, True]), fn.add_decayed_weights(weight_decay),
         fn.scale_by_learning_rate(lr),
     ),
+    "loco_adamw": partial(fn.loco_adamw, axis="alone"),
+    "loco_adamw, by tensor": partial(fn.loco_adamw, axis="alone", layout="per_tensor"),
+    "loco_adamw, end to end": partial(fn.loco_adamw, axis="alone", layout="fused"),
+    "loco_adamw, a master": partial(fn.loco_adamw, axis="alone", master=True),
+    "sharded_onebit_adam": partial(fn.sharded_onebit_adam, axis="alone"),
     "owned": lambda **hyper: fn.owned(adam(**hyper), "alone"),
     "muon, the other tensors": partial(
         fn.muon, axis="alone", other_rate=1.0, labels=["hidden", "other", "other"]
@@ -89,6 +94,81 @@ def test_one_that_is_switched_off_takes_the_steps_of_torch_when_it_is_on_again(d
     found = steps_of(fn.Optimizer(ours, fn.adamw, lr=1e-2, weight_decay=0.1), ours, LONG, frozen=True)
     right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, LONG)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+# shards of several tensors, on several ranks
+
+
+def off_on_all_ranks(
+    name: str, dtype: torch.dtype, layout: str, plan: list[float | None], warmup: int, folder: str, taken: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Take the steps of a plan, in which two parameters are switched off where it has no gradient.
+
+    Args: warmup: its steps. folder: for a checkpoint, saved in the end, and loaded first where some were taken before.
+    Returns: the second and third parameter after each step; what tensors sat out.
+    """
+    params, rank = three(dtype), dist.get_rank()
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(
+            params, partial(SHARDED[name], axis="data", layout=layout), schedule=fn.freeze_after(warmup), lr=1e-2,
+            weight_decay=0.1, refuse_averaged=False,
+        )  # fmt: skip
+    if taken:
+        fn.adapters.checkpoint.load(folder, opt)
+    after = []
+    for t, g in [*enumerate(plan)][taken:]:
+        for x, of_step in zip(params, (1.0 - 0.1 * t, g, g), strict=True):
+            x.requires_grad_(of_step is not None)
+            # The mean over two ranks is the plan's.
+            own = 1.0 if dist.get_world_size() == 1 else 0.5 + rank
+            x.grad = torch.full_like(x, of_step * own) if of_step is not None else x.grad
+        opt.step()
+        after += [x.detach().clone() for x in params[1:]]
+    if not taken:
+        fn.adapters.checkpoint.save(folder, opt)
+    return after, [int(x) for x in fn.tree.leaves(fn.roles.find(opt.states, "rested")[0])]
+
+
+SHARDED = {"loco_adamw": fn.loco_adamw, "sharded_onebit_adam": fn.sharded_onebit_adam}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
+@pytest.mark.parametrize("layout", ["flat", "fused"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_parts_of_shards_rest_on_all_ranks_and_take_the_steps_of_torch_when_they_are_on_again(
+    name, layout, dtype, tmp_path
+):
+    for plan in (EVERY_OTHER, NOT_AT_FIRST, LONG) if layout == "flat" else (EVERY_OTHER,):
+        (here, rested), (there, _) = run(2, off_on_all_ranks, name, dtype, layout, plan, len(plan), f"{tmp_path}", 0)
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+        theirs = three(dtype)
+        right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, plan)
+        torch.testing.assert_close(here, right, rtol=1e-5, atol=1e-6)
+        assert rested == [0, plan.count(None), plan.count(None)]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_parts_of_shards_go_on_in_codes_in_place_as_purely(name, tmp_path):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        (after, _), _ = run(2, off_on_all_ranks, name, dtype, "flat", EVERY_OTHER, 5, f"{tmp_path / str(dtype)}", 0)
+        found.append([x.double() for x in after])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    moved = [float((y - x).abs().max()) for x, y in zip(found[0], found[0][2:], strict=False)]
+    off, on = moved[::4] + moved[1::4], moved[2::4] + moved[3::4]
+    assert off == [0.0] * len(off)
+    assert all(1e-3 < x < 0.012 for x in on)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_parts_of_shards_sat_out_goes_to_another_number_of_ranks(name, tmp_path):
+    plan = [1.0, None, None, 0.5, -1.0, None, 2.0, 0.5]
+    run(2, off_on_all_ranks, name, torch.float32, "flat", plan[:4], len(plan), f"{tmp_path}", 0)
+    ((after, rested),) = run(1, off_on_all_ranks, name, torch.float32, "flat", plan, len(plan), f"{tmp_path}", 4)
+    theirs = three(torch.float32)
+    right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, plan)
+    torch.testing.assert_close(after, right[8:], rtol=1e-5, atol=1e-6)
+    assert rested == [0, 3, 3]
 
 
 # among ranks
@@ -192,22 +272,24 @@ def test_a_rest_is_saved_and_a_state_from_before_rests_were_counted_loads_as_one
     assert not torch.equal(once[0], before[0])
 
 
-def without_rests(lr: Any) -> fn.Transform:
-    """Return AdamW whose state is that of before rests were counted."""
-    tx = fn.adamw(lr)
+def without_rests(make: Callable[..., fn.Transform], lr: Any) -> fn.Transform:
+    """Return an optimizer whose state is that of before rests were counted."""
+    tx = make(lr)
     return tx._replace(init=lambda params: fn.roles.replace(tx.init(params), "rested", lambda counts: ()))
 
 
-def test_a_checkpoint_from_before_rests_were_counted_loads():
-    params, others = three(torch.float32), three(torch.float32)
-    old, new = fn.Optimizer(params, without_rests, lr=0.01), fn.Optimizer(others, fn.adamw, lr=0.01)
+@pytest.mark.parametrize("name", ["adamw", "loco_adamw", "sharded_onebit_adam"])
+def test_a_checkpoint_from_before_rests_were_counted_loads(name):
+    params, others, make = three(torch.float32), three(torch.float32), ALONE[name]
+    old, new = fn.Optimizer(params, partial(without_rests, make), lr=0.01), fn.Optimizer(others, make, lr=0.01)
     steps_of(old, params, [1.0, -2.0])
     with tempfile.TemporaryDirectory() as folder:
         fn.adapters.checkpoint.save(folder, old)
         fn.adapters.checkpoint.load(folder, new)
     found, right = steps_of(new, others, [0.5, 1.0]), steps_of(old, params, [0.5, 1.0])
     torch.testing.assert_close(found, right, rtol=0, atol=0)
-    assert [int(x) for x in fn.tree.leaves(fn.roles.find(new.states, "rested"))] == [0, 0, 0]
+    assert {int(x) for x in fn.tree.leaves(fn.roles.find(new.states, "rested"))} == {0}
+    assert len(fn.tree.leaves(fn.roles.find(new.states, "rested")[0])) == 3
 
 
 def test_what_torch_counted_for_each_parameter_is_taken_over():
