@@ -28,7 +28,6 @@ class Facts(NamedTuple):
         element by element, so that it can be given pieces. An average in codes counts as element by element, too,
         although each piece then has scales of its own.
     silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
-    unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
     tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
     unequal: whether what it averages differs between the ranks, as the mean of two of them does.
     shards: the names of the axes over whose ranks the tensors are divided that it is given. It brings whole tensors
@@ -41,14 +40,13 @@ class Facts(NamedTuple):
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), silent=False, unclamped=False, tree=(), unequal=False, shards=(),
-    inside=(), averages=Averages(warmup=('data',), compressed=(), local=()), batched=False)
+    Facts(axes=('data',), whole=('scale_by_shape',), silent=False, tree=(), unequal=False, shards=(), inside=(),
+    averages=Averages(warmup=('data',), compressed=(), local=()), batched=False)
     """
 
     axes: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     silent: bool = False
-    unclamped: bool = False
     tree: tuple[str, ...] = ()
     unequal: bool = False
     shards: tuple[str, ...] = ()
@@ -86,7 +84,7 @@ def merged(*facts: Facts) -> Facts:
         return (*dict.fromkeys(name for value in values for name in value),)
 
     fields = {field: names(field) for field in ("axes", "whole", "tree", "shards", "inside")}
-    flags = {field: any(getattr(said, field) for said in facts) for field in ("silent", "unclamped", "unequal")}
+    flags = {field: any(getattr(said, field) for said in facts) for field in ("silent", "unequal")}
     phases = zip(*(said.averaged for said in facts), strict=True)
     averages = Averages(*((*dict.fromkeys(axis for axes in phase for axis in axes),) for phase in phases))
     whole = Facts(**fields, **flags, batched=_batched(facts))  # type: ignore[arg-type]

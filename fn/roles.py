@@ -50,11 +50,8 @@ class Roles(NamedTuple):
         one have had, 0-d int64 each, () where moments are not bias-corrected.
     rested: how many updates, of those that ages count, each tensor sat out: a tree like the first moment of 0-d int64.
     difference: the difference to the anchor, which a weight multiplies before it is sent; in the state of an average,
-        0-d numbers that are 1 where it is noted, and are multiplied with it.
-    lasting: what an average keeps also where the exchange is left out, and all else of its state stays: turns, or norms
-        that the ranks told each other.
-    out: whether an average left out this rank's difference, 0-d bool; the rank goes on from the anchor.
-    outliers: how many ranks' differences were left out of the last mean, and the first of these ranks, 0-d int64.
+        0-d numbers that are 1 where it is noted, and are multiplied with it. One of 0 behind the mean says that this
+        rank's difference was left out, so that it goes on from the anchor.
     taken: gradients that a local step has kept for a mean, which may be on its way in the next one: an adapter gives
         those of the next one other memory.
     mean: the mean of such gradients over the ranks, exactly, as it has arrived.
@@ -73,9 +70,6 @@ class Roles(NamedTuple):
     shard: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     difference: tuple[str, ...] = ()
-    lasting: tuple[str, ...] = ()
-    out: tuple[str, ...] = ()
-    outliers: tuple[str, ...] = ()
     ages: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()

@@ -65,7 +65,7 @@ def random_pairs(turn: int, ranks: int, seed: int = 0) -> list[int]:
     return partners
 
 
-@declare(rank_local=("left_out",), left_out=("left_out",), lasting=("turn",))
+@declare(rank_local=("left_out",), left_out=("left_out",))
 class PairAverageState(NamedTuple):
     """State of `pair_average`.
 

@@ -106,9 +106,6 @@ def median(norms: Tensor) -> Tensor:
     rank_local=("history", "norm", "weight", "out"),
     local_params=True,
     difference=("weight",),
-    lasting=("history", "norm", "out", "left_out", "first", "number"),
-    out=("out",),
-    outliers=("number", "first"),
     others=("sync",),
 )
 class GuardState(NamedTuple):
@@ -116,9 +113,9 @@ class GuardState(NamedTuple):
 
     sync: the state of the average inside. history: the guard's. norm: of this rank's last difference. weight: the
     factor of that difference, such as a number of tokens. It has the role of a difference: `outer` sets it to 1 where
-    an exchange begins, and a link that multiplies differences multiplies it, too. out: whether this rank was left out
-    of its mean. left_out: how many were left out so far, of all ranks. first: the lowest rank that was left out of the
-    last mean, and number: how many were.
+    an exchange begins, and a link that multiplies differences multiplies it, too; it is 0 behind a mean that left this
+    rank out, which then goes on from the anchor. out: whether it was left out. left_out: how many were left out so far,
+    of all ranks. first: the lowest rank that was left out of the last mean, and number: how many were.
     """
 
     sync: Tree
@@ -204,6 +201,7 @@ def weighed(
     after = state._replace(
         history=guard.told(norm, out, state.history),
         norm=torch.where(norm.isfinite(), norm, 0.0),  # no state holds what is not finite
+        weight=torch.where(out, 0.0, weight),
         out=out,
         left_out=state.left_out + number,
         # (W,) -> (), the first one that is true

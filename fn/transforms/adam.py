@@ -235,9 +235,8 @@ def scale_by_onebit_adam(
     frozen_step = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit, compressed)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
     exact = warmup if links_of(sync.warmup_update) else Adam(b1, b2, eps, bias_correction, awaits)
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf)  # adapters warn of jumps where there is no clamp
     local, frozen = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # where nu is frozen
-    return Transform(init, exact, frozen_step, local, needs_warmup=frozen, facts=facts)
+    return Transform(init, exact, frozen_step, local, needs_warmup=frozen, facts=facts_of(sync))
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:

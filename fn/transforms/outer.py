@@ -38,7 +38,7 @@ from fn.facts import Facts, merged
 from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
-from fn.roles import declare
+from fn.roles import ERROR, declare
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.fragments import Fragments, fragment_places, places_in, put
@@ -309,13 +309,8 @@ def outer(
         differences, before = [pending[i].to(leaves[i].device) for i in places], state.sync[number]
         means, after = sync.compressed_update(differences, before, [anchor[i] for i in places])
         means = [alike(x) for x in tree.leaves(means)]
-        # Errors that a mean with a NaN left would make every later mean NaN: the old ones are kept.
         ok = true_on_all(all_finite(means), shards, device_of(leaves))
-        # What is to last goes on even where the mean is left out: with an old turn the next exchange would draw the
-        # same pairs, and a guard would forget whom it left out.
-        lasting = iter(roles.find(after, "lasting"))
-        after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
-        after = roles.replace(after, "lasting", lambda old: next(lasting))
+        after = _after_mean(ok, after, before)
         # A mean that is not finite is kept as well: `outer_step` sees it, and leaves the exchange out.
         pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, means, strict=True)])
         pending = tree.unflatten(structure, pending)
@@ -341,10 +336,10 @@ def outer(
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
         ok = true_on_all(ok, island, device_of(leaves))
         taken = ok & begun.to(ok.device)
-        # `sound` is true where no exchange ends, too. `counts`: nor did the average leave out this rank's difference.
+        # `sound` is true where no exchange ends, too. `counts`: nor did an average take this rank's difference times 0.
         sound = counts = (state.sound[number] | ~begun).to(ok.device)
-        for out in roles.find(state.sync[number], "out"):
-            counts = counts & ~out.to(ok.device)
+        for factor in roles.find(state.sync[number], "difference"):
+            counts = counts & (factor != 0).to(ok.device)
         if read(taken & counts):  # then nothing below is selected, which would take a pass and memory for each tensor
             # Flags on the host, for what is below to know them without another wait.
             ok = taken = sound = counts = torch.ones_like(taken, device="cpu")
@@ -386,6 +381,21 @@ def outer(
     facts = facts._replace(averages=averages_of_rounds(inner, inner_phase, sync))
     together = OuterWarmup(inner.warmup_update, warmup)
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
+
+
+def _after_mean(ok: Tensor, after: Tree, before: Tree) -> Tree:
+    """Return the state of an average whose mean is left out where ok is false.
+
+    Residual errors are as before then, for what they owed was not delivered, and so is what is not finite. All else
+    goes on: with an old number of its turn NoLoCo would draw the same pairs in the next exchange.
+    """
+
+    def chosen(new: Tensor, old: Tensor, mark: str) -> Tensor:
+        if mark != ERROR and not new.is_floating_point():
+            return new
+        return _chosen(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
+
+    return after if _is_known(ok) else tree.map(chosen, after, before, roles.kinds(after))
 
 
 def _healed(

@@ -282,7 +282,7 @@ def scale_by_zero_one_adam(
     variance = VarianceStep(hyper, warmup)
     agreed = SynchronisingStep(hyper, sync.compressed_update, synchronise)
     synced = facts_of(sync).averaged.compressed  # a synchronising step averages what local steps have done, too
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf, averages=Averages((), synced, synced))
+    facts = facts_of(sync)._replace(averages=Averages((), synced, synced))
     return Transform(init, variance, agreed, LocalStep(hyper, local), needs_warmup=frozen, facts=facts)
 
 

@@ -251,7 +251,7 @@ def scale_by_zero_one_adam(
 
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL})
     synced = facts_of(sync).averaged.compressed
-    facts = facts_of(sync)._replace(unclamped=True, averages=Averages((), synced, synced))
+    facts = facts_of(sync)._replace(averages=Averages((), synced, synced))
     return Transform(
         init, warmup, synchronise if frozen else average_gradients, local, needs_warmup=needs, facts=facts
     )

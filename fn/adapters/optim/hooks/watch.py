@@ -1,4 +1,4 @@
-"""Warnings of runs that do not do what was meant: by configurations, missing gradients, jumps, skips in a row.
+"""Warnings of runs that do not do what was meant: by configurations, missing gradients, skips in a row.
 
 The ranks skip together and know how many times, so that they can tell each other what they see when it is time for a
 warning. Steps that are taken, and the first that are skipped, send nothing for it.
@@ -20,13 +20,12 @@ from fn.adapters.optim.core import Core, Unit, count_of, updates_of
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.state_dict import place_of
-from fn.base import Phase, Round, facts_of
+from fn.base import Phase, Round
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.inplace.match import slow_tensors
-from fn.inplace.protocol import InPlace, on_host
-from fn.kernels.reference.steps import over_root
+from fn.inplace.protocol import InPlace
 from fn.kernels.table import cells
 from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
 from fn.transforms.skip_nonfinite import all_finite
@@ -35,12 +34,6 @@ logger = logging.getLogger("fn")
 
 LARGE = 1 << 20
 """Elements from which it matters whether kernels are fused."""
-
-FAR = 1000.0
-"""Learning rates that an element moves in a step; Adam's own steps are of one to ten."""
-
-ORDINARY = 100.0
-"""Learning rates that the step had been at most with the `eps` that is named; later ones are a little more."""
 
 FIRST = 5
 """Skipped steps in a row after which a warning comes. The next ones come at powers of two from 16 on."""
@@ -95,12 +88,11 @@ class _Watch:
     """The counts and flags that warnings need from step to step."""
 
     def __init__(self) -> None:
-        self.is_first, self.has_jumped = True, False
+        self.is_first = True
         self.without: list[tuple[int, int]] = []  # (unit, parameter) that had no gradient up to now
         self.looked_at: set[Phase] = set()  # phases whose tensors were compared with what their kernels take
         self.skipped_in_a_row = 0
         self.left_out_in_a_row: dict[int, int] = {}
-        self.outliers_in_a_row: dict[tuple[int, int], int] = {}
         self.left_out = self.unseen = self.dropped = self.dropped_in_a_row = 0
 
     def after(self, core: Core) -> None:
@@ -111,9 +103,6 @@ class _Watch:
         if phase.phase not in self.looked_at:
             self.looked_at.add(phase.phase)
             _say_slow(core, phase)
-        before = max(core.steps - 2, 0)
-        if phase is Phase.COMPRESSED and not self.has_jumped and phase_of(core.schedule, before) is Phase.WARMUP:
-            self.has_jumped = _warn_of_jumps(core)
         if phase.phase is not Phase.LOCAL:
             self.skipped_in_a_row = 0 if moved else self.skipped_in_a_row + 1
             # All ranks have skipped as many, so they all come here together, and may communicate in `_warn`.
@@ -160,21 +149,6 @@ class _Watch:
         if is_due(count):
             which = f"the last {count} of fragment {fragment}"
             _warn(core, f"exchanges: {which} were left out, and its anchor rests until one is not")
-        self.name_outliers(core, fragment)
-
-    def name_outliers(self, core: Core, fragment: int) -> None:
-        """Name, on rank 0, the ranks whose differences were left out of a mean: the first time, and many in a row."""
-        for u, unit in enumerate(core.units):
-            found = [int(on_host(x)) for x in roles.find(unit.state, "outliers")]
-            # Two numbers of each mean: how many ranks were left out, and the first of them.
-            for i, (number, first) in enumerate(zip(found[::2], found[1::2], strict=True)):
-                count = self.outliers_in_a_row[u, i] = self.outliers_in_a_row.get((u, i), 0) + 1 if number else 0
-                if (count == 1 or is_due(count)) and place_of(core)[0] == 0:
-                    more = f" and of {number - 1} more" if number > 1 else ""
-                    times = f" the last {count} times" if count > 1 else ""
-                    text = f"the difference of rank {first}{more} was left out of fragment {fragment}'s mean{times}"
-                    why = "its norm is an outlier of its history, or far above the others', or not finite"
-                    warnings.warn(f"exchanges: {text}: {why}; the rank goes on from the anchor", stacklevel=5)
 
     def count_local_step(self, core: Core, phase: Phase | Round) -> None:
         """Count a local step, and warn if many in a row were left out; this rank does so alone, for no other knows.
@@ -220,54 +194,6 @@ def _say_slow(core: Core, phase: Phase | Round) -> None:
         if isinstance(update, InPlace) and (reason := slow_tensors(pieces(members), pieces(grads)) if members else ""):
             text = "the %s step is taken link by link, in several times the memory traffic: in a param group %s"
             logger.warning(text, phase.phase.value, reason)
-
-
-def _warn_of_jumps(core: Core) -> bool:
-    """Warn if the first compressed step moved elements by more than `FAR` learning rates; tell whether it did.
-
-    A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
-    it. Where that comes from rounding alone, the quotient is thousands of steps of Adam. The biases of keys are such
-    elements, because a softmax does not see them: a third of in_proj_bias in torch's attention, and of GPT-2's
-    c_attn.bias. Where steps are clamped to a `max_step` no element jumps.
-
-    Rank 0 says so; of shards each rank that holds such elements.
-    """
-    units = [unit for unit in core.units if facts_of(unit.transform).unclamped]
-    jumps = [(*jump, name) for unit in units for name, jump in _jumps(core, unit) if jump[0] > FAR]
-    if not jumps:
-        return False
-    most, count, size, _, name = max(jumps)
-    eps = max(jump[3] for jump in jumps)
-    others = f", and {len(jumps) - 1} other parameters" if len(jumps) > 1 else ""
-    what = f"{count} of {size} elements of {name}{others}, moved by up to {most:.0f} times lr"
-    why = "their gradients are next to zero, as those of a key's bias are, but a code gives them their tensor's scale"
-    hint = f"pass max_step=1.0; or eps={eps:.0e}, from the start or written into the param groups now"
-    warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=5)
-    return True
-
-
-def _jumps(core: Core, unit: Any) -> Iterator[tuple[str, tuple[float, int, int, float]]]:
-    """Yield by name for each parameter: the largest step, how many are far, of how many, and the eps they would need.
-
-    The moments of shards are vectors of this rank's. What all ranks hold is for the first one to look at.
-    """
-    firsts, seconds = (roles.find(unit.state, f"{which}_moment") for which in ("first", "second"))
-    is_first = not any(int(bound.rank) for bound in core.binding.axes.values())
-    members, names = pieces(unit.members), [f"parameter {name}" for name in unit.names]
-    eps = float(unit.hyper.get("eps") or 0.0)
-    for mu_tree, nu_tree in zip(firsts, seconds, strict=False):
-        mus, nus = tree.leaves(mu_tree), tree.leaves(nu_tree)
-        of_params = [mu.shape for mu in mus] == [p.shape for p in members]
-        if of_params and not is_first:
-            continue
-        named = names if of_params else [f"shard {i} of this rank" for i in range(len(mus))]
-        for name, mu, nu in zip(named, mus, nus, strict=True):
-            if mu.numel() and mu.shape == nu.shape:
-                size = mu.abs()
-                steps = over_root(size, nu, eps).nan_to_num_(0.0)
-                far = steps > FAR
-                # With eps = size / ORDINARY no element moves by more than ORDINARY, whatever its second moment is.
-                yield name, (float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY)
 
 
 def second_moment_norm(core: Core) -> float:
