@@ -208,6 +208,10 @@ def sharded(
     The warm-up averages and gathers exactly, and so does every phase on one rank. Exactly means in the params' dtype
     on the wire, with sums in float32.
 
+    A tensor that an adapter leaves out of a step, see `fn.Optimizer`, keeps its part of all vectors, and has an age of
+    its own from then on. One whose mean gradient is zero ages with the others of its vector, also before its first
+    gradient: a rank has a piece of the mean, and no message tells it whether the other pieces are zero.
+
     Args:
         inner: what updates the shard. It must not communicate over `axis`, on which every rank has another shard, and
             must be element-wise, because it sees pieces of tensors, whose norms are not those of the tensors. It may
