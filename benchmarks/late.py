@@ -148,8 +148,9 @@ def table(points: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def predicted() -> dict[str, Any]:
-    """Return what the planner says of `sign_muon` at the size of GPT-2 between two ranks, over 500 Mbit/s."""
-    net, model = network(2, 1, Cost(0.0, 1e12), Cost(3e-5, 5e8)), traffic.of_shapes(grid_methods.shapes(12, 768), 4)
+    """Return what the planner says of `sign_muon` at the size of GPT-2 between two ranks, over 2 Gbit/s."""
+    net, shapes = network(2, 1, Cost(0.0, 1e12), Cost(3e-5, 2e9)), grid_methods.shapes(12, 768)
+    model = traffic.of_shapes(shapes, 4, [len(shape) == 2 and i > 1 for i, shape in enumerate(shapes)])
     made = plan(methods(model, net), net, WAIT, model.params, memory=MEMORY).of("sign_muon, late")
     return {"message": made.communication, "local": made.coding}
 
@@ -179,7 +180,7 @@ def draw(path: str) -> None:
         bar(1.4, (k + 1) * length - local, local, "coding, step")
         bar(1, (k + 1) * length, message, "message")
     axes.set_yticks([3, 1.2], ["in time", "late"])
-    axes.set_xlabel(f"seconds, predicted: sign_muon, GPT-2, 500 Mbit/s, two ranks, {WAIT} s of computation")
+    axes.set_xlabel(f"seconds, predicted: sign_muon, GPT-2, 2 Gbit/s, two ranks, {WAIT} s of computation")
     handles = [mpl.patches.Patch(color=colour, label=what) for what, colour in colours.items()]
     axes.legend(handles=handles, loc="center right", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

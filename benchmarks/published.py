@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.measure import markdown
 from fn.planner import traffic
-from fn.planner.command import TCP_BUCKETS, TCP_WHOLE
+from fn.planner.efficiency import over_tcp
 from fn.planner.evidence import SMALL, evidence, published, show_parts
 from fn.planner.methods import methods
 from fn.planner.network import Cost, Link, network
@@ -30,7 +30,7 @@ SIZES = (124_000_000, 1_300_000_000, 7_000_000_000)
 
 def picture() -> tuple[Plan, Recommendation]:
     """Return the plan that the picture shows."""
-    link = Link(Cost(1e-4, SPEED), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+    link = Link(Cost(1e-4, SPEED), efficiency=over_tcp())
     net = network(MACHINES, 1, link, link)
     made = plan(methods(traffic.model(MODEL), net), net, COMPUTE, MODEL, memory=MEMORY)
     return made, recommend(made)

@@ -12,7 +12,7 @@ from benchmarks.links import grid_report
 from benchmarks.links.grid_methods import DDP, GPT2, NONE
 from benchmarks.measure import markdown
 from fn.planner import traffic
-from fn.planner.command import TCP_BUCKETS, TCP_WHOLE
+from fn.planner.efficiency import over_tcp
 from fn.planner.methods import method, rows
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Prediction, predict
@@ -60,7 +60,7 @@ TAKES = (
 
 def predictions(cost: Cost, params: int, compute: float) -> Iterator[tuple[Take, Prediction]]:
     """Yield each method's predicted step, in their order."""
-    link = Link(cost, whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+    link = Link(cost, efficiency=over_tcp())
     shapes, net = traffic.model(params), network(MACHINES, 1, link, link)
     for take in TAKES:
         table = rows() if take.rounds is None else rows(local_steps=take.rounds)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fn import roles, tree
+from fn.adapters.holders import roots_of
 from fn.adapters.optim.core import Core, Unit, device_of, versions_of
 from fn.adapters.optim.hooks.agree import compare_on_axes
 from fn.adapters.optim.shards import pieces
@@ -176,47 +177,23 @@ def _buffers(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def _roots(core: Core) -> list[nn.Module]:
-    """Return the modules that hold params of an optimizer and are part of no other, in one order on all ranks.
-
-    An optimizer is given tensors, which do not know their modules. Hooks that note modules when they are made, or
-    called, miss those that were made before `import fn`, copied or loaded, and cost something in every call. All that
-    are alive the garbage collector knows, however they came to be. It is asked once for an evaluation.
-    """
-    gc.collect()  # a model that is dead, in a circle that is not collected yet, holds params on some ranks only
-    # By type: `isinstance` asks objects of other libraries for their __class__, which may run anything.
-    alive = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_parameters" in vars(x)]
-    position = {id(p): i for i, p in enumerate(p for unit in core.units for p in unit.members)}
-    parents: dict[int, list[nn.Module]] = {}
-    for x in alive:
-        for child in vars(x)["_modules"].values():
-            parents.setdefault(id(child), []).append(x)
-    first, roots, held = dict[int, int](), dict[int, nn.Module](), set[int]()
-    for x in alive:
-        places = [position[id(p)] for p in vars(x)["_parameters"].values() if id(p) in position]
-        held.update(places)
-        above, seen = [x] if places else [], set[int]()
-        while above:
-            module = above.pop()
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            first[id(module)] = min(first.get(id(module), len(position)), *places)
-            above += parents.get(id(module), [])
-            if id(module) not in parents:
-                roots[id(module)] = module
+    """Return the modules that hold params of an optimizer and are part of no other, in one order on all ranks."""
+    members = [p for unit in core.units for p in unit.members]
+    roots, held = roots_of(members)
     # What `gc.freeze` has hidden is not found; a module may also be called with other params than its own.
-    if not held or (len(held) < len(position) and gc.get_freeze_count()):
-        text = f"no module is found that holds {len(position) - len(held)} of its params"
+    if not held or (held < len(members) and gc.get_freeze_count()):
+        text = f"no module is found that holds {len(members) - held} of its params"
         hint = "call agreed_params(optimizer, model), or agreed_params(optimizer, ()) if there are no buffers"
         warnings.warn(f"optimizer: {text}, so buffers stay each rank's own; {hint}", stacklevel=6)
-    return _in_order([*roots.values()], first)
+    return _in_order(roots)
 
 
-def _in_order(roots: list[nn.Module], first: dict[int, int]) -> list[nn.Module]:
+def _in_order(roots: list[tuple[nn.Module, int]]) -> list[nn.Module]:
     """Sort modules by the first param that they hold and what buffers they have: memory has no order."""
-    buffers = {id(x): _buffers([x]) for x in roots}
+    first = {id(x): place for x, place in roots}
+    buffers = {id(x): _buffers([x]) for x, _ in roots}
     text = {i: repr([(name, x.shape, x.dtype) for name, x in of_one.items()]) for i, of_one in buffers.items()}
-    ordered = sorted(roots, key=lambda x: (first[id(x)], text[id(x)]))
+    ordered = sorted((x for x, _ in roots), key=lambda x: (first[id(x)], text[id(x)]))
     for a, b in itertools.pairwise(ordered):
         if (first[id(a)], text[id(a)]) == (first[id(b)], text[id(b)]):
             lie = [[x.data_ptr() for x in buffers[id(root)].values()] for root in (a, b)]

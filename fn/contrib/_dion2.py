@@ -238,7 +238,7 @@ def plan_rows(planner: Any, options: Any) -> list[Any]:
     def quarter(model: Any, ranks: Any) -> list[Any]:
         """Return the sizes of all rows of the smaller side, and a quarter of the rows."""
         sizes, chosen = 0, 0
-        for shape, times in model.runs:
+        for shape, times, _ in model.runs:
             rows, length = sorted(shape)
             sizes, chosen = sizes + rows * times, chosen + math.ceil(rows / 4) * length * times
         width = max(4, model.width)  # momenta of half precision are float32
@@ -250,4 +250,4 @@ def plan_rows(planner: Any, options: Any) -> list[Any]:
         messages: list[Any] = planner.traffic.apart(planner.traffic.in_slices(model), ranks, **kinds)
         return messages
 
-    return [planner.Row("dion2, rows 1/4", send, 48)]
+    return [planner.Row("dion2, rows 1/4", send, iterated=48)]

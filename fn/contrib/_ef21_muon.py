@@ -93,4 +93,4 @@ def ef21_muon(
 def plan_rows(planner: Any, options: Any) -> list[Any]:
     """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     largest = partial(planner.traffic.largest, fraction=0.05 if options.density is None else options.density)
-    return [planner.Row("ef21_muon", largest, 96, two_level=False, fits=planner.can_be_searched)]
+    return [planner.Row("ef21_muon", largest, 80, iterated=16, two_level=False, fits=planner.can_be_searched)]

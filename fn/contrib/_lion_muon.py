@@ -115,4 +115,4 @@ def plan_rows(planner: Any, options: Any) -> list[Any]:
     votes = partial(planner.traffic.codes, codec=planner.BALLOTS)
     send = partial(planner.traffic.apart, hidden=votes, other=votes)
     exact = partial(planner.traffic.apart, hidden=planner.traffic.exact, other=planner.traffic.exact)
-    return [planner.Row("lion_muon", send, 16, coded=24, exact=exact, period=PERIOD)]
+    return [planner.Row("lion_muon", send, coded=24, iterated=16, exact=exact, period=PERIOD)]

@@ -169,4 +169,4 @@ def muon_bp(
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
     """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
-    return [planner.Row("muon_bp", planner.traffic.exact, 16, compressed=False)]
+    return [planner.Row("muon_bp", planner.traffic.exact, iterated=16, compressed=False)]

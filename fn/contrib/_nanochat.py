@@ -198,4 +198,4 @@ def nanochat(
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
     """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
-    return [planner.Row("nanochat", planner.traffic.owned, 16, compressed=False)]
+    return [planner.Row("nanochat", planner.traffic.owned, iterated=16, compressed=False)]

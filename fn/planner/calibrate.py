@@ -196,6 +196,30 @@ def memory(device: torch.device, repeat: int = REPEAT) -> float:
     return 16 * 4 * x.numel() / statistics.median(_time(lambda: out.copy_(x), repeat))
 
 
+def call(device: torch.device, repeat: int = REPEAT) -> float:
+    """Return the seconds of a small operation that is called from Python."""
+    x, count = torch.zeros(4, dtype=torch.float32, device=device), 1000
+
+    def run() -> None:
+        for _ in range(count):
+            x.add_(1.0)
+
+    return statistics.median(_time(run, repeat)) / count
+
+
+def factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the factors of the matrix product that is timed."""
+    x, w = (torch.ones(n, 256, dtype=torch.float32, device=device) for n in (2**14, 256))
+    return x, w
+
+
+def flops(device: torch.device, repeat: int = REPEAT) -> float:
+    """Return the operations a second of a product of float32 matrices."""
+    x, w = factors(device)
+    out = torch.empty_like(x)
+    return 2 * x.numel() * len(w) / statistics.median(_time(lambda: torch.mm(x, w, out=out), repeat))
+
+
 def nowhere(axis: str, ranks: int) -> Binding:
     """Return a binding in which an axis has `ranks` ranks, and its messages cost nothing and come back."""
     transport = transports.Transport(

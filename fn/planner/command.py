@@ -7,17 +7,20 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fn.planner import calibrate, page, probe, traffic, units
+from fn.planner import calibrate, page, probe, traffic, trials, units
+from fn.planner.efficiency import NCCL, over_tcp, share_of_buckets, share_words, transports
 from fn.planner.evidence import show_parts
+from fn.planner.gpt import gpt
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Link, Network, leaving, network
-from fn.planner.predict import Plan, Prediction, efficiency_of_buckets, one_topology_each, plan
+from fn.planner.predict import Plan, Prediction, Rates, efficiency_of_buckets, one_topology_each, plan
 from fn.planner.recommend import EXACT_MUON, PICKS, Candidate, Recommendation, candidate, recommend
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
@@ -27,13 +30,6 @@ MEMORY = 1.6e13
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 30e-6
 """Seconds a message takes inside a node and between nodes, where no flag says it."""
 
-TCP_WHOLE, TCP_BUCKETS = 0.85, 0.65
-"""The parts of a link between nodes that NCCL's messages over TCP sockets reach, whole ones and those in buckets.
-
-With them every point of a public grid, four GPUs on links of 50 Mbit/s to 5 Gbit/s, is within 25 %: see its test.
-"""
-
-TENSORS = 150
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -56,11 +52,14 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], str, Any, str], ...] = (
     ("--inter", units.bits_per_second, "RATE", None, "each node's bandwidth to the other nodes, such as 10gbit"),
     ("--intra-latency", units.seconds, "TIME", None, "latency of a message inside a node (default: 5us)"),
     ("--inter-latency", units.seconds, "TIME", None, "latency of a message between nodes (default: 30us)"),
-    ("--bucket-efficiency", units.part, "PART", None, "part of the bandwidth between nodes that messages in buckets "
-     f"reach, as DDP's (default: {TCP_BUCKETS}, NCCL's over TCP, or measured by --probe)"),
-    ("--whole-efficiency", units.part, "PART", None, f"the same of whole messages (default: {TCP_WHOLE}, or measured)"),
+    ("--whole-efficiency", units.part, "PART", None, "part of the bandwidth between nodes that whole messages reach "
+     "(default: as published for --transport over TCP at this speed, or measured; over RDMA give your own)"),
+    ("--bucket-efficiency", units.part, "PART", None, "the same of messages in buckets, as DDP's (default: their "
+     "published share of --whole-efficiency, or measured by --probe)"),
     ("--memory", units.bits_per_second, "RATE", None, "the device's memory bandwidth (default: 2tbyte, or measured)"),
-    ("--tensors", units.count, "N", None, "number of parameter tensors (default: 150)"),
+    ("--tensors", units.count, "N", None, "number of parameter tensors, equal squares, in place of a GPT's"),
+    ("--hidden-share", units.share, "PART", None, "part of the parameters in hidden matrices, whose messages are "
+     "Muon's; the others are AdamW's (default: that of a GPT of this size; --probe counts it)"),
     ("--bucket", units.count, "BYTES", traffic.BUCKET, "bytes that overlapped methods send together (default: 25 MiB)"),
     ("--interval", units.count, "STEPS", INTERVAL, f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})"),
     ("--local-steps", units.count, "STEPS", LOCAL_STEPS, f"steps of a round of DiLoCo (default: {LOCAL_STEPS})"),
@@ -81,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, parse, metavar, default, text in FLAGS:
         parser.add_argument(flag, type=_as(parse), metavar=metavar, default=default, help=text)
     parser.add_argument("--dtype", choices=sorted(WIDTHS), help="of the gradients (default: fp32)")
+    parser.add_argument("--transport", choices=transports(),
+        help=f"what sends over TCP between nodes, of which published parts are reached (default: {NCCL})")  # fmt: skip
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="show every core method, on every topology")
@@ -120,15 +121,29 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                 if job.rank == 0:
                     _show_measured(arguments, model, compute, job, links)
         else:
-            _show(arguments, model, compute, _given(arguments), arguments.memory or MEMORY, lambda net: {})
+            _show(arguments, model, compute, _given(arguments), Rates(arguments.memory or MEMORY))
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 
 
 def _model(arguments: argparse.Namespace) -> traffic.Model:
     """Return the model of the flags."""
-    params = _required(arguments, "params", "the number of parameters")
-    return traffic.model(params, min(arguments.tensors or TENSORS, params), WIDTHS[arguments.dtype or "fp32"])
+    return _sized(arguments, _required(arguments, "params", "the number of parameters"))
+
+
+def _sized(arguments: argparse.Namespace, params: int, width: int | None = None) -> traffic.Model:
+    """Return the model of so many parameters that the flags say. Args: width: None is that of --dtype."""
+    tensors = arguments.tensors and min(arguments.tensors, params)
+    return traffic.model(params, tensors, width or WIDTHS[arguments.dtype or "fp32"], arguments.hidden_share)
+
+
+def _assumed(arguments: argparse.Namespace, model: traffic.Model) -> str:
+    """Return what is said of a model of which only the number of parameters is known."""
+    found, given = gpt(model.params, arguments.hidden_share), arguments.hidden_share is not None
+    shapes = f"{found}" if arguments.tensors is None else f"{arguments.tensors:,} about equal squares"
+    like = f", as of {found}" if arguments.tensors is not None and not given else ""
+    cure = "as --hidden-share says" if given else "--hidden-share gives your own"
+    return f"assumed: {shapes}; {100 * found.share:.3g} % of the parameters in hidden matrices{like}; {cure}"
 
 
 def _required(arguments: argparse.Namespace, name: str, what: str) -> Any:
@@ -144,7 +159,7 @@ def _probe(arguments: argparse.Namespace) -> None:
     """
     if not arguments.probe:
         raise ValueError("--probe: give a script that trains, then its arguments")
-    _refuse(arguments, ("params", "tensors", "dtype"), "--probe takes it from the script; leave it out")
+    _refuse(arguments, ("params", "tensors", "dtype", "hidden_share"), "--probe takes it from the script; leave it out")
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if alone and arguments.world is None:
         cure = "start several by torchrun --nproc-per-node 2 -m fn plan ..., or give --world and --intra or --inter"
@@ -152,13 +167,20 @@ def _probe(arguments: argparse.Namespace) -> None:
     given = _given(arguments) if alone else None
     script = arguments.probe[0]
 
-    def measure(device: torch.device) -> tuple[calibrate.Job, Mapping[str, Link]]:
+    def measure(
+        probed: probe.Probed, params: Sequence[torch.Tensor]
+    ) -> tuple[calibrate.Job, Mapping[str, Link], trials.Trials]:
+        compute = arguments.compute or probed.compute
         if alone:
-            return calibrate.Job(0, 1, 1, device), {}
-        with calibrate.join_job(device) as job:
-            return job, _measured(arguments, job)
+            job = calibrate.Job(0, 1, 1, probed.device)
+            return job, {}, trials.tries(params, compute, arguments.local_steps)
+        with calibrate.join_job(probed.device) as job:
+            links = _measured(arguments, job)
+            if (arguments.world or job.world, arguments.per_node or job.per_node) != (job.world, job.per_node):
+                return job, links, trials.none("the plan is for other ranks than this job's")
+            return job, links, trials.tries(params, compute, arguments.local_steps)
 
-    probed, (job, links) = probe.probe(script, arguments.probe[1:], arguments.steps, measure)
+    probed, (job, links, tried) = probe.probe(script, arguments.probe[1:], arguments.steps, measure)
     if job.rank == 0:
         compute = arguments.compute or probed.compute
         print(probe.show(probed, script, arguments.compute))
@@ -167,22 +189,25 @@ def _probe(arguments: argparse.Namespace) -> None:
             part = efficiency_of_buckets(
                 probed.model, _network(arguments, job, links, own=True), compute, probed.step, arguments.bucket
             )
-            links = {**links, axis: links[axis]._replace(buckets=part)}
+            efficiency = links[axis].efficiency.with_buckets(part, "measured, buckets in a step of the script")
+            links = {**links, axis: links[axis]._replace(efficiency=efficiency)}
             print(f"  messages in buckets: {100 * part:.0f} % of the bandwidth of whole ones, as that step says")
-        _show_measured(arguments, probed.model, compute, job, links, given)
+        _show_measured(arguments, probed.model, compute, job, links, given, tried)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _show_measured(
     arguments: argparse.Namespace, model: traffic.Model, compute: float, job: calibrate.Job,
-    links: Mapping[str, Link], given: Network | None = None,
+    links: Mapping[str, Link], given: Network | None = None, tried: trials.Trials | None = None,
 ) -> None:  # fmt: skip
     """Print the links, and the plan of a model on them; given: the network, where no link was measured."""
     print(*([calibrate.show(links)] if links else []), "", sep="\n")
     memory = arguments.memory or calibrate.memory(job.device)
-    coding = calibrate.coding(model.params, job.device)
-    _show(arguments, model, compute, given or _network(arguments, job, links), memory, coding)
+    rates = Rates(
+        memory, calibrate.coding(model.params, job.device), calibrate.call(job.device), calibrate.flops(job.device)
+    )
+    _show(arguments, model, compute, given or _network(arguments, job, links), rates, tried)
 
 
 def _given(arguments: argparse.Namespace) -> Network:
@@ -198,13 +223,13 @@ def _given(arguments: argparse.Namespace) -> Network:
         if arguments.per_node not in (None, 1):
             raise ValueError(f"--intra: missing, but a node has {arguments.per_node} ranks")
         _refuse(arguments, ("intra_latency",), "is of no use without --intra; give --intra, or --inter-latency")
-        return network(arguments.world, 1, _inter(arguments), _inter(arguments))
+        return network(arguments.world, 1, _inter(arguments).cost, _inter(arguments))
     if arguments.per_node is None:
         raise ValueError("--per-node: missing; --inter is a node's bandwidth, which the ranks of a node share")
     return network(arguments.world, arguments.per_node, _intra(arguments), _inter(arguments))
 
 
-BETWEEN = ("inter_latency", "bucket_efficiency", "whole_efficiency")
+BETWEEN = ("inter_latency", "transport", "bucket_efficiency", "whole_efficiency")
 """Flags of the links between nodes."""
 
 
@@ -219,8 +244,10 @@ def _intra(arguments: argparse.Namespace) -> Link:
 
 
 def _inter(arguments: argparse.Namespace) -> Link:
-    whole, buckets = arguments.whole_efficiency or TCP_WHOLE, arguments.bucket_efficiency or TCP_BUCKETS
-    return Link(Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter), whole=whole, buckets=buckets)
+    efficiency = over_tcp(
+        arguments.transport or NCCL, whole=arguments.whole_efficiency, buckets=arguments.bucket_efficiency
+    )
+    return Link(Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter), efficiency=efficiency)
 
 
 def _measured(arguments: argparse.Namespace, job: calibrate.Job) -> dict[str, Link]:
@@ -229,14 +256,18 @@ def _measured(arguments: argparse.Namespace, job: calibrate.Job) -> dict[str, Li
     if job.per_node > 1:
         _refuse(arguments, ("intra", "intra_latency"), why)
     if job.world > job.per_node:
-        _refuse(arguments, ("inter", "inter_latency", "whole_efficiency"), why)
+        _refuse(arguments, ("inter", "inter_latency", "transport", "whole_efficiency"), why)
     elif arguments.inter is None:
         _refuse(arguments, BETWEEN, "is of no use without --inter; leave it out")
     links = calibrate.measure(job)
     if not links:
         raise ValueError("--calibrate: a job of one rank has no links to measure")
     if "node" in links:
-        links["node"] = links["node"]._replace(buckets=arguments.bucket_efficiency or TCP_BUCKETS / TCP_WHOLE)
+        part, how = arguments.bucket_efficiency, "--bucket-efficiency"
+        if part is None:
+            part, how = share_of_buckets(), share_words()
+        efficiency = links["node"].efficiency.with_buckets(part, f"measured; {how}")
+        links["node"] = links["node"]._replace(efficiency=efficiency)
     return links
 
 
@@ -251,32 +282,46 @@ def _network(
 
 
 def _show(
-    arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, memory: float,
-    coding: Callable[[Network], Mapping[str, float]],
+    arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, rates: Rates,
+    tried: trials.Trials | None = None,
 ) -> None:  # fmt: skip
     options = {key: getattr(arguments, key) for key in ("interval", "local_steps", "rank", "density", "contrib")}
     compared = methods(model, net, bucket=arguments.bucket, **options)
-    made = plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
+    planned = partial(
+        plan, compared, net, compute, model.params, memory=rates.memory, coding=rates.coding(net), rates=rates
+    )
+    made = planned()
+    if tried is not None:
+        print(trials.show(tried, made), "", sep="\n")
+        own, steps = trials.measured(tried, compute)
+        made = planned(own=own, steps=steps)
     shown, said = made if arguments.all else one_topology_each(made), recommend(made, arguments.steps_ratio)
+
+    def said_of(each: traffic.Model) -> str:
+        return PROBED if arguments.params is None and each is model else _assumed(arguments, each)
+
     if arguments.json:  # files first: behind `| head` nobody may read on
-        Path(arguments.json).write_text(json.dumps(as_json(made, said), indent=1) + "\n")
+        found = as_json(made, said) | {"hidden_share": model.hidden_share}
+        Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
         table = rows(**{**options, "local_steps": max(2, arguments.local_steps)})
-        tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
-            table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,
-            memory=memory, bucket=arguments.bucket, coding=coding, steps_ratio=arguments.steps_ratio,
+            table, net, model=model, sizes=partial(_sized, arguments, width=model.width), assumed=said_of,
+            compute=compute, local_steps=arguments.local_steps, rates=rates, bucket=arguments.bucket,
+            steps_ratio=arguments.steps_ratio, opens=made if tried else None,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
-    print(*said.lines, "", title, "", table_of_picks(made, said), "", sep="\n")
+    print(*said.lines, "", title, said_of(model), *about_links(net), "", table_of_picks(made, said), "", sep="\n")
     if arguments.all or arguments.contrib:
         print(as_table(shown, net), "", sep="\n")
     print(said.why)
 
 
-TIMES = ("communication", "not hidden", "coding", "step", "x adamw", "same loss in")
+PROBED = "shapes and labels: those of the script"
+
+TIMES = ("communication", "not hidden", "coding", "own", "step", "x adamw", "same loss in")
 HEAD = ("method", "topology", "rank sends", "inside a node", "node sends", "messages", *TIMES)
 
 
@@ -292,10 +337,15 @@ def describe_network(net: Network) -> str:
     return "; ".join([ranks, *costs])
 
 
+def about_links(net: Network) -> list[str]:
+    """Return a line about the part of the links between nodes that is reached; none where there is one node."""
+    return [net.inter.efficiency.words(net.inter.cost.bandwidth)] if net.nodes > 1 else []
+
+
 def table_of_picks(plan: Plan, said: Recommendation) -> str:
     """Return one line a pick, in the order of all pages, below AdamW and exact Muon, and what is known of each."""
     rows = [("take", "when", "step", "steps to the same loss", "time to the same loss", "evidence")]
-    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.of("adamw").step), "100 %", "100 %", ""))
+    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.base.step), "100 %", "100 %", ""))
     known = []
     for pick, c in zip((EXACT_MUON, *PICKS), (said.exact, *said.picks), strict=True):
         name = f"{c.name}, DDP" if pick is EXACT_MUON else c.label
@@ -338,7 +388,7 @@ rank sends to others of its node, "node sends" what all ranks of a node send to 
 def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
     method, compared = prediction.method, candidate(prediction.method.name, prediction, plan)
     out = sum(leaving(message, net) / steps for message, steps in method.sent)
-    times = (prediction.communication, prediction.exposed, prediction.coding, prediction.step)
+    times = (prediction.communication, prediction.exposed, prediction.coding, prediction.own, prediction.step)
     return (
         method.title,
         method.topology,
@@ -347,7 +397,7 @@ def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
         show_bytes(out),
         f"{sum(1 / steps for _, steps in method.sent):.3g}",
         *map(show_seconds, times),
-        f"{plan.of('adamw').step / prediction.step:.2f}",
+        f"{plan.base.step / prediction.step:.2f}",
         show_parts(compared.time[:1]) if compared.time else "",
     )
 
@@ -364,7 +414,9 @@ def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
             "communication": p.communication,
             "exposed": p.exposed,
             "coding": p.coding,
+            "own": p.own,
             "step": p.step,
+            "predicted": p.predicted,
             "limit": p.limit,
         }
         for p in plan.predictions
@@ -373,7 +425,19 @@ def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
         "take": said.take and said.take.name, "topology": said.take and said.take.prediction.method.topology,
         "lines": said.lines, "picks": [*map(_as_json, said.picks)], "exact": _as_json(said.exact),
     }  # fmt: skip
-    return {"pays": said.take is not None, "verdict": said.why, "predictions": rows, "recommendation": recommendation}
+    return {
+        "pays": said.take is not None, "verdict": said.why, "predictions": rows, "recommendation": recommendation,
+        "links": _links_as_json(plan.net),
+    }  # fmt: skip
+
+
+def _links_as_json(net: Network) -> dict[str, Any] | None:
+    """Return the part of the links between nodes that is reached; None where there is one node."""
+    if net.nodes == 1:
+        return None
+    link, speed = net.inter.efficiency, net.inter.cost.bandwidth
+    whole, buckets = link.at(speed)
+    return {"bits_per_second": speed, "whole": whole, "buckets": buckets, "words": link.words(speed)}
 
 
 def _as_json(c: Candidate) -> dict[str, Any]:

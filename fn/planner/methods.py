@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -48,6 +49,21 @@ SIGN, INT4, INT8, FP8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), fp8(), bins
 ROTATED, COARSE = rotated(int4(128)), int4(2048)
 """The codecs, each made once: what is known of one is found again by the object."""
 
+CALLS = {
+    "adamw": (300, 3), "bf16 gradients": (300, 3), "adamw, int8 gradients": (1300, 12),
+    "adamw, fp8 gradients": (1300, 12), "adamw, int4 gradients": (1300, 12), "onebit_adam": (700, 0),
+    "onebit_lamb": (850, 7), "zero_one_adam": (700, 0), "sharded_onebit_adam": (900, 4), "loco_adamw": (700, 2),
+    "SDP4Bit": (700, 2), "powersgd_adamw": (550, 6), "dion": (1450, 38), "muon": (1100, 50), "sign_muon": (2500, 36),
+    "lion_vote": (1200, 21), "muloco": (600, 28),
+}  # fmt: skip
+"""By the name of a row or what it begins with: what a step takes by itself and for each tensor, in Python and launches.
+
+The unit is a small operation of torch that is called from Python; `python -m benchmarks.own_time` measures them.
+"""
+
+ITERATIONS = 5
+"""Of Newton-Schulz."""
+
 LONGEST = 2**31 - 1
 """Elements of a tensor among which torch finds the largest."""
 
@@ -66,6 +82,7 @@ class Method(NamedTuple):
     local: ranks train alone in between. delay: steps that go on while a part travels.
     each_step: parts that are averaged in every step, behind the backward pass, whatever the interval.
     exact: what is sent in place of the parts in one step of so many, the period.
+    calls: small operations, called from Python, on top of an exact optimizer's. flops: of matrix products.
     """
 
     name: str
@@ -81,6 +98,8 @@ class Method(NamedTuple):
     alike: tuple[str, ...] = ()
     exact: tuple[Message, ...] = ()
     period: int = 0
+    calls: float = 0.0
+    flops: float = 0.0
 
     @property
     def in_every_step(self) -> bool:
@@ -146,19 +165,23 @@ class Row(NamedTuple):
     """A method before it is known on how many ranks it runs; the fields that are not explained are those of `Method`.
 
     send: (model, ranks) -> messages.
-    passes: bytes of memory for each parameter. coded: the same for what a rank encodes, which in two levels is a shard;
-        or a function of the ranks among which codes travel.
+    passes: bytes of memory for each parameter. iterated: the same for each parameter of hidden matrices, on top.
+    coded: the same for what a rank encodes, which in two levels is a shard; or a function of the ranks among which
+        codes travel. coded_other: for each parameter that is in no hidden matrix, where that is another number.
     cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
         fragments, each a part of its own.
     delay: the part of an interval that goes on while a part travels; of local steps at most all of it but a step.
     two_level: fn runs it over two axes. fits: whether it can take a model.
     exact: (model, ranks) -> messages of one step of so many, the period, in place of those of `send`.
+    calls: of a step, and for each tensor. flops: (model, ranks) -> a step's.
     """
 
     name: str
     send: Send
     passes: float = 0.0
     coded: float | Callable[[int], float] = 0.0
+    iterated: float = 0.0
+    coded_other: float | None = None
     cut: str | int = "whole"
     compressed: bool = True
     interval: int = 1
@@ -169,11 +192,17 @@ class Row(NamedTuple):
     fits: Callable[[Model], bool] = lambda model: True
     exact: Send | None = None
     period: int = 0
+    calls: tuple[float, float] = (0.0, 0.0)
+    flops: Callable[[Model, Ranks], float] = lambda model, ranks: 0.0
 
-    def passes_on(self, ranks: Ranks) -> float:
-        """Return the bytes of memory for each parameter."""
+    def passes_on(self, model: Model, ranks: Ranks) -> float:
+        """Return the bytes of memory for each parameter of a model, in the mean."""
         local, outer = (1, ranks) if isinstance(ranks, int) else ranks
-        return self.passes + (self.coded(outer) if callable(self.coded) else self.coded) / local
+        hidden = model.hidden_share
+        coded = self.coded(outer) if callable(self.coded) else self.coded
+        if self.coded_other is not None:
+            coded = hidden * coded + (1 - hidden) * self.coded_other
+        return self.passes + hidden * self.iterated + coded / local
 
     def delay_of(self, interval: int) -> int:
         """Return the steps that go on while a part travels."""
@@ -239,12 +268,17 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row("loco_adamw, int4, int8 back", partial(traffic.sharded, codec=INT4, gather=INT8), coded=40),
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
-        Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
-        Row("muon", traffic.owned, 16, compressed=False, alike=("normuon",)),
-        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36),
-        Row("sign_muon", partial(traffic.apart, hidden=in_slices, other=in_bytes), 16, coded=24),
+        Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True, labels=True),
+            iterated=100),
+        Row("muon", traffic.owned, iterated=16, compressed=False, alike=("normuon",), flops=owned_newton_schulz),
+        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), coded=36, iterated=16,
+            flops=owned_newton_schulz),
+        Row("sign_muon", partial(traffic.apart, hidden=in_slices, other=in_bytes), coded=24, iterated=16,
+            coded_other=36, flops=newton_schulz),
         Row("lion_vote", votes, coded=24),
-        round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
+        round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd",)),
+        round_("muloco", partial(codes, codec=traffic.EXACTLY), flops=newton_schulz),
+        round_("muloco, int8", in_bytes, coded=36, flops=newton_schulz),
         round_("diloco, int8", in_bytes, coded=36),
         round_("diloco, int8, delayed", in_bytes, coded=36, delay=0.25),
         round_("diloco, int8, late", in_bytes, coded=36, delay=1.0),
@@ -252,7 +286,8 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
-    ]
+    ]  # fmt: skip
+    made = [row._replace(calls=CALLS.get(row.name, CALLS.get(row.name.partition(",")[0], (0, 0)))) for row in made]
     # The message of a step travels behind the whole next one, as `fn.late` lets it.
     late = ("adamw", "adamw, int4 gradients", "onebit_adam", "muon", "muon, int8", "sign_muon")
     whole = [row._replace(cut="whole", alike=()) for row in made if row.name in late]
@@ -302,12 +337,29 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
     overlapped, delay = row.cut == "bucket", row.delay_of(row.interval)
     exact = () if row.exact is None else tuple(row.exact(model, ranks=ranks))
     return Method(
-        row.name, topology, row.compressed, parts, overlapped, row.passes_on(ranks), row.interval, row.local,
-        delay, step, row.alike, exact, row.period,
+        row.name, topology, row.compressed, parts, overlapped, row.passes_on(model, ranks), row.interval, row.local,
+        delay, step, row.alike, exact, row.period, row.calls[0] + row.calls[1] * model.tensors, row.flops(model, ranks),
     )  # fmt: skip
 
 
 _NONE: Parts = ()
+
+
+def newton_schulz(model: Model, ranks: Ranks = 1) -> float:
+    """Return the operations in which a rank orthogonalizes hidden matrices: A = X X^T and A A, then (b A + c A A) X."""
+    flops = 0.0
+    for shape, times, hidden in model.runs:
+        if hidden:
+            *stack, rows, columns = shape
+            least = min(rows, columns)
+            products = 4 * least * rows * columns + 2 * least**3
+            flops += ITERATIONS * products * math.prod(stack) * times
+    return flops
+
+
+def owned_newton_schulz(model: Model, ranks: Ranks) -> float:
+    """Return a rank's part of these, where each matrix has an owner."""
+    return newton_schulz(model) / (ranks if isinstance(ranks, int) else math.prod(ranks))
 
 
 def within(model: Model, ranks: int) -> list[Message]:

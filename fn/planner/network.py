@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fn.errors import expected
+from fn.planner.efficiency import FULL, Efficiency
 
 AXES = ("data", "local", "node")
 
@@ -29,18 +30,17 @@ class Cost(NamedTuple):
 class Link(NamedTuple):
     """The costs of a link: `cost` in general, `measured` for the collectives that were measured on it.
 
-    whole, buckets: the parts of the bandwidth that whole messages reach, and those that leave in buckets.
+    efficiency: the parts of the bandwidth that whole messages reach, and those that leave in buckets.
     """
 
     cost: Cost
     measured: Mapping[str, Cost] = MappingProxyType({})
-    whole: float = 1.0
-    buckets: float = 1.0
+    efficiency: Efficiency = FULL
 
     def of(self, collective: str, in_buckets: bool = False) -> Cost:
         """Return the cost of a collective's messages."""
         latency, bandwidth = self.measured.get(collective, self.cost)
-        return Cost(latency, bandwidth * (self.buckets if in_buckets else self.whole))
+        return Cost(latency, bandwidth * self.efficiency.at(self.cost.bandwidth)[in_buckets])
 
 
 class Network(NamedTuple):
@@ -122,7 +122,7 @@ def ways(message: Message, net: Network) -> list[Way]:
     ranks = ranks_on(net, message.axis)
     if ranks == 1:
         return []
-    if message.axis == "node":
+    if message.axis == "node" or net.per_node == 1:  # nothing stays inside a node of one rank
         return [
             Way(0, hops, 0.0, float(size * net.per_node))
             for hops, size in _alternatives(message, ranks, math.ceil(math.log2(ranks)))

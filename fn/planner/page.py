@@ -9,16 +9,15 @@ least of a few ways, and what the backward pass hides.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
-from fn.planner import traffic
 from fn.planner.evidence import SMALL, evidence, given, measured, most_local_steps, most_replicas
-from fn.planner.methods import Parts, Row, label, method
+from fn.planner.methods import Method, Parts, Row, label, method
 from fn.planner.network import AXES, Cost, Link, Message, Network, Way, network, ways
-from fn.planner.predict import FORWARD, WORTH
+from fn.planner.predict import FORWARD, WORTH, Plan, Rates
 from fn.planner.recommend import EXACT_MUON, FRONT, PICKS, Pick
 from fn.planner.traffic import Model, Ranks
 
@@ -40,28 +39,35 @@ def write(
     net: Network,
     *,
     model: Model,
-    tensors: int,
+    sizes: Callable[[int], Model],
+    assumed: Callable[[Model], str],
     compute: float,
     local_steps: int,
-    memory: float,
+    rates: Rates,
     bucket: int,
-    coding: Callable[[Network], Mapping[str, float]] = lambda net: {},
     steps_ratio: float | None = None,
+    opens: Plan | None = None,
 ) -> str:
     """Return the page, one file of HTML that opens with this plan.
 
     Args: table: what `methods.rows` returned. model, compute, local_steps: where the sliders are at first, as is net.
-        tensors: of models with other numbers of parameters. memory: bit/s, of which coding is estimated.
-        bucket: as for `methods.methods`. coding: network -> seconds that coding the model takes, by a method's label,
-        where they were measured. steps_ratio: of the picks, in place of what is known.
+        sizes: a number of parameters -> the model with another one than that. assumed: what is said of each model.
+        rates: of the device; where coding was measured, coding this model. bucket: as for `methods.methods`.
+        steps_ratio: of the picks, in place of what is known. opens: the plan that is shown before anything is slid,
+        where own times or steps of it were measured.
     """
 
     def passes(label: str, net: Network) -> float | None:
-        seconds = coding(net).get(label)
-        return None if seconds is None else seconds * memory / (8 * model.params)
+        seconds = rates.coding(net).get(label)
+        return None if seconds is None else seconds * rates.memory / (8 * model.params)
 
-    filled = coefficients(table, net, model, tensors, bucket, passes)
-    filled["memory"] = memory
+    models = {n: model if n == model.params else sizes(n) for n in sorted({*PARAMS, model.params})}
+    filled = coefficients(table, net, [*models.values()], bucket, passes, rates.own)
+    filled["assumed"] = [assumed(each) for each in models.values()]
+    filled["memory"] = rates.memory
+    opening = {(p.method.name, p.method.topology): (p.own, p.predicted) for p in opens.predictions} if opens else {}
+    for row in filled["rows"]:
+        row["opens"] = opening.get((row["name"], row["topology"]))
     filled["start"] = {
         "params": model.params, "world": net.world, "node": net.per_node,
         "intra": net.intra.cost.bandwidth, "intraLatency": max(LEAST, net.intra.cost.latency),
@@ -70,7 +76,7 @@ def write(
     }  # fmt: skip
     links = {"intra": net.intra, "inter": net.inter}
     filled["links"] = {name: _times_the_link(link) for name, link in links.items()}
-    filled["buckets"] = {name: link.buckets / link.whole for name, link in links.items()}
+    filled["efficiency"] = {name: link.efficiency._asdict() for name, link in links.items()}
     filled["base"] = "adamw"
     filled["front"], filled["small"] = FRONT, SMALL
     filled["picks"] = [_known(pick, filled["params"], list(filled["nets"]), steps_ratio) for pick in PICKS]
@@ -106,35 +112,36 @@ def _known(pick: Pick, grid: list[int], nets: list[str], ratio: float | None) ->
 def _times_the_link(link: Link) -> dict[str, tuple[float, float]]:
     """Return the latency and the bandwidth of each collective as multiples of the link's, which the sliders say."""
     least = max(LEAST, link.cost.latency)
-    costs = {name: link.of(name) for name in COLLECTIVES}
+    costs = {name: link.measured.get(name, link.cost) for name in COLLECTIVES}
     return {name: (cost.latency / least, cost.bandwidth / link.cost.bandwidth) for name, cost in costs.items()}
 
 
 def coefficients(
-    table: list[Row], net: Network, model: Model, tensors: int, bucket: int,
-    passes: Callable[[str, Network], float | None],
+    table: list[Row], net: Network, models: list[Model], bucket: int,
+    passes: Callable[[str, Network], float | None], own_time: Callable[[Method], float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the data that the page evaluates, for its numbers of parameters and ranks and for those that are given.
+    """Return the data that the page evaluates, for these models, and for its numbers of ranks and for those of the net.
 
     What comes often is in lists, and named by its place there: cuts (of parts that are alike one behind the other, how
-    many, and the fraction of the gradients that each is), kinds (axis, collective, so many messages), and series (for
-    each number of parameters a cut, and for each run in it a kind and all its bytes, another kind and its bytes ...).
+    many, and the fraction of the gradients that each is), kinds (of all that have the same bytes axis, collective and
+    number of messages), series (for each model a cut, and for each run in it a kind and its bytes, another kind and its
+    bytes ...), passes (bytes of memory for each parameter of each model), and owns (for each model the seconds of a
+    method's own).
 
     Args: passes: a method's label and a network -> bytes of memory for each parameter, None for what its row says.
+        own_time: the seconds of a method's own.
     """
-    grid = sorted({*PARAMS, model.params})
-    models = [model if n == model.params else traffic.model(n, min(tensors, n), model.width) for n in grid]
     nets = {
         (world, node): network(world, node, Cost(1, 1), Cost(1, 1))
         for world in sorted({*WORLDS, net.world})
         for node in sorted({*NODES, net.per_node})
         if world % node == 0
     }
-    cuts, kinds, series = _Places(), _Places(), _Places()
+    cuts, kinds, series, each_passes, owns = _Places(), _Places(), _Places(), _Places(), _Places()
 
     def packed(parts: Parts) -> tuple[Any, ...]:
         runs = [(part, len(list(alike))) for part, alike in groupby(parts)]
-        sent = [[(kinds[kind], size) for kind, size in _sums(messages)] for (_, messages), _ in runs]
+        sent = [[(kinds[alike], size) for size, alike in _sums(messages).items()] for (_, messages), _ in runs]
         return cuts[tuple((times, fraction) for (fraction, _), times in runs)], *(sum(pairs, ()) for pairs in sent)
 
     rows = []
@@ -148,10 +155,11 @@ def coefficients(
                 made = [method(row, each, ranks, bucket) if row.fits(each) else None for each in models]
                 own = passes(label(row.name, topology), of)
                 on_ranks[_key(ranks)] = [
-                    row.passes_on(ranks) if own is None else own,
+                    each_passes[tuple(row.passes_on(each, ranks) if own is None else own for each in models)],
                     series[tuple(m and packed(m.parts) for m in made)],
                     series[tuple(m and packed(m.each_step) for m in made)],
                     series[tuple(m and packed(((1.0, m.exact),)) for m in made)],
+                    owns[tuple(m and own_time(m) for m in made)],
                 ]
             rows.append(
                 {
@@ -161,11 +169,13 @@ def coefficients(
                 }
             )  # fmt: skip
     return {
-        "params": grid,
+        "params": [each.params for each in models],
         "nets": {f"{world}/{node}": _ways(of) for (world, node), of in nets.items()},
         "cuts": list(cuts),
         "kinds": list(kinds),
         "series": list(series),
+        "passes": list(each_passes),
+        "owns": list(owns),
         "rows": rows,
         "forward": FORWARD,
         "worth": WORTH,
@@ -184,8 +194,8 @@ def _key(ranks: Ranks) -> str:
     return str(ranks) if isinstance(ranks, int) else f"{ranks[0]}x{ranks[1]}"
 
 
-def _sums(messages: tuple[Message, ...]) -> list[tuple[tuple[str, str, int], int]]:
-    """Return ((axis, collective, how many messages), all their bytes).
+def _sums(messages: tuple[Message, ...]) -> dict[int, tuple[tuple[str, str, int], ...]]:
+    """Return bytes, and for these each (axis, collective, how many messages) that has so many in all.
 
     Seconds are linear in both, but of an all-reduce the bytes of each message say which way is the quickest.
     """
@@ -193,7 +203,10 @@ def _sums(messages: tuple[Message, ...]) -> list[tuple[tuple[str, str, int], int
     for message in messages:
         alone = message.size if message.collective == "all_reduce" else 0
         sizes.setdefault((message.axis, message.collective, alone), []).append(message.size)
-    return [((axis, collective, len(found)), sum(found)) for (axis, collective, _), found in sizes.items()]
+    alike: dict[int, tuple[tuple[str, str, int], ...]] = {}
+    for (axis, collective, _), found in sizes.items():
+        alike[sum(found)] = (*alike.get(sum(found), ()), (axis, collective, len(found)))
+    return alike
 
 
 def _ways(net: Network) -> dict[str, dict[str, list[Way]]]:

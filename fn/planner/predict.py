@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fn.errors import expected
@@ -13,16 +13,40 @@ from fn.planner.traffic import Model
 FORWARD = 1 / 3
 """The part of the computation before the first gradient is ready."""
 
+CALL, FLOPS = 2e-6, 2e14
+"""Seconds of a small operation that is called from Python, and an accelerator's matrix products a second.
+
+The first is a server's core's; the second, like the default bandwidth of memory, is for half precision or TF32. Where a
+device is at hand, both are measured.
+"""
+
 WORTH = 0.05
 """The part of the best uncompressed step that a compressed method must save to pay."""
+
+
+class Rates(NamedTuple):
+    """What a device takes. memory: bit/s. coding: network -> seconds by the `label` of a method, where measured.
+
+    call, flops: seconds of a small operation that is called from Python, and matrix products a second.
+    """
+
+    memory: float
+    coding: Callable[[Network], Mapping[str, float]] = lambda net: {}
+    call: float = CALL
+    flops: float = FLOPS
+
+    def own(self, method: Method) -> float:
+        """Return the seconds of a method's own time."""
+        return method.calls * self.call + method.flops / self.flops
 
 
 class Prediction(NamedTuple):
     """A method's step, in seconds; means over an interval where not all steps communicate.
 
     communication: what the messages take by themselves. exposed: what of it the backward pass does not hide. coding:
-    encoding, decoding and error feedback. step: all of it with the computation. limit: the larger of computation and
-    communication, below which no overlap leads.
+    encoding, decoding and error feedback. own: Python, launches and matrix products of the method's own; where its
+    steps were measured, all that they take beyond the rest, and predicted is the step without that. step: all of it
+    with the computation. limit: the larger of computation and communication, below which no overlap leads.
     """
 
     method: Method
@@ -30,11 +54,23 @@ class Prediction(NamedTuple):
     communication: float
     exposed: float
     coding: float
+    own: float = 0.0
+    predicted: float | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Return whether the step was."""
+        return self.predicted is not None
 
     @property
     def step(self) -> float:
-        """Return the predicted step."""
-        return self.compute + self.exposed + self.coding
+        """Return the step."""
+        return self.compute + self.exposed + self.coding + self.own
+
+    @property
+    def beyond(self) -> float:
+        """Return what a step takes beyond its computation."""
+        return self.step - self.compute
 
     @property
     def limit(self) -> float:
@@ -52,6 +88,12 @@ class Plan(NamedTuple):
     def replicas(self, topology: str) -> int:
         """Return how many models there are where ranks train alone: one in each rank, or in each node."""
         return self.net.world if topology == "flat" else self.net.nodes
+
+    @property
+    def base(self) -> Prediction:
+        """Return AdamW under DDP, as it was measured, or else the fastest."""
+        exact = [p for p in self.predictions if p.method.name == "adamw"]
+        return next((p for p in exact if p.measured), exact[0])
 
     def of(self, name: str, topology: str | None = None) -> Prediction:
         """Return the fastest prediction of a method, or of an optimizer of which there are several.
@@ -75,15 +117,15 @@ def one_topology_each(whole: Plan) -> Plan:
     return whole._replace(predictions=tuple(first.values()))
 
 
-def predict(method: Method, net: Network, compute: float, coding: float) -> Prediction:
+def predict(method: Method, net: Network, compute: float, coding: float, own: float = 0.0) -> Prediction:
     """Predict a method's step.
 
     Parts become ready in the backward pass in proportion to their gradients, and leave one after the other. Of a
     method that does not overlap everything is sent after the backward pass, and each part waited for, but for the steps
     of its delay; and however long that is, an interval lasts as long as the link is busy with its parts.
 
-    Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates; a method
-        that sends nothing, as on one rank, encodes nothing.
+    Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates. own: of
+        the method's own, in every step. A method that sends nothing, as on one rank, has neither.
     """
     each_step, sent = _times(method.each_step, net, True), _times(method.parts, net, method.overlapped)
     total, interval = sum(time for _, time in sent), method.interval
@@ -98,7 +140,13 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
         sum(time for _, time in each_step) + total * share + exact,
         _behind_backward(each_step, compute) + exposed * share + exact,
         coding * share if method.size else 0.0,
+        own if method.size else 0.0,
     )
+
+
+def with_step(prediction: Prediction, step: float) -> Prediction:
+    """Return a prediction with a step that was measured."""
+    return prediction._replace(own=prediction.own + step - prediction.step, predicted=prediction.step)
 
 
 def _times(parts: Parts, net: Network, in_buckets: bool) -> list[tuple[float, float]]:
@@ -124,7 +172,7 @@ def efficiency_of_buckets(model: Model, net: Network, compute: float, step: floa
     ddp, link = method(exact, model, net.world, bucket), net.inter if net.nodes > 1 else net.intra
 
     def predicted(part: float) -> float:
-        slowest = link._replace(buckets=part)
+        slowest = link._replace(efficiency=link.efficiency.with_buckets(part))
         on = net._replace(inter=slowest) if net.nodes > 1 else net._replace(intra=slowest)
         return predict(ddp, on, compute, 0.0).step
 
@@ -139,6 +187,9 @@ def plan(
     *,
     memory: float,
     coding: Mapping[str, float] | None = None,
+    rates: Rates | None = None,
+    own: Mapping[str, float] | None = None,
+    steps: Mapping[str, float] | None = None,
 ) -> Plan:
     """Predict all methods, and rank them.
 
@@ -146,12 +197,21 @@ def plan(
         compute: seconds of a step without communication. params: the number of parameters.
         memory: bit/s of the device's memory, from which coding is estimated.
         coding: seconds by the `label` of a method, where they were measured.
+        rates: of which own times are estimated, in place of a usual device's.
+        own: seconds by the `label` of a method, where its own time was measured. steps: of steps that were measured.
     Raises: ValueError if compute is not above 0.
     """
     if not compute > 0:
         raise ValueError(expected("compute", "a number above 0", f"{compute}"))
-    measured = coding or {}
-    seconds = [measured.get(m.label, 8 * m.passes * params / memory) for m in methods]
-    predictions = [predict(m, net, compute, coding) for m, coding in zip(methods, seconds, strict=True)]
+    coding, own, steps, rates = coding or {}, own or {}, steps or {}, rates or Rates(memory)
+    predictions = [
+        predict(
+            m, net, compute,
+            coding.get(m.label, 8 * m.passes * params / memory),
+            own.get(m.label, rates.own(m)),
+        )
+        for m in methods
+    ]  # fmt: skip
+    predictions = [with_step(p, steps[p.method.label]) if p.method.label in steps else p for p in predictions]
     ranked = tuple(sorted(predictions, key=lambda prediction: prediction.step))
     return Plan(ranked, net, params)

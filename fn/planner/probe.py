@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fn.collectives.ledger import ledger
 from fn.errors import expected
+from fn.planner.hidden import WIDEST, hidden_of
 from fn.planner.traffic import Model, of_shapes
 from fn.planner.units import show_seconds
 
@@ -46,13 +47,15 @@ WIDTHS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 
 class Probed(NamedTuple):
     """The findings about a script's steps.
 
-    model: the shapes of its parameters, and the bytes of an element of most of their gradients. dtypes: of the
+    model: the shapes of its parameters, which of them are hidden matrices, and the bytes of an element of most of their
+    gradients. by_shape: how many tensors no module holds, so that shapes say whether they are. dtypes: of the
     gradients. optimizers: the names of their classes. device: of the parameters. whole: seconds of each step as it is.
     alone: of each one in which DistributedDataParallel does not average, if there is one. others: collectives that run
     without it.
     """
 
     model: Model
+    by_shape: int
     dtypes: tuple[torch.dtype, ...]
     optimizers: tuple[str, ...]
     device: torch.device
@@ -76,11 +79,12 @@ class _Stop(BaseException):
 
 
 def probe(
-    script: str, arguments: Sequence[str], steps: int, measure: Callable[[torch.device], Any]
+    script: str, arguments: Sequence[str], steps: int, measure: Callable[[Probed, Sequence[Tensor]], Any]
 ) -> tuple[Probed, Any]:
     """Run a script until its first optimizer has stepped `steps` times, and return what was seen of it.
 
-    Args: measure: is called behind the last step, before the script ends, on all ranks: its process group is there.
+    Args: measure: is called behind the last step, before the script ends, on all ranks, with what was seen and with the
+        parameters: its process group is there.
     Returns: what the steps need, and what `measure` returned.
     Raises: ValueError if there is no such script, it ends before, or none of its optimizers steps. What it raises
         itself is printed, and ends the process.
@@ -128,7 +132,7 @@ def _too_short(script: str, count: int, steps: int) -> str:
 class _Seen:
     """The state of the hooks on the optimizers' steps."""
 
-    def __init__(self, steps: int, measure: Callable[[torch.device], Any]) -> None:
+    def __init__(self, steps: int, measure: Callable[[Probed, Sequence[Tensor]], Any]) -> None:
         self.steps, self.looked_at, self.measure = steps, (steps + 1) // 2, measure
         self.params: dict[int, Tensor] = {}  # by id, in the order of the optimizers
         self.dtypes: dict[torch.dtype, int] = {}
@@ -143,6 +147,8 @@ class _Seen:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Remember what has a gradient."""
+        if len(self.ends) >= self.steps:  # an optimizer of `measure`
+            return
         self.optimizers[type(optimizer).__name__] = None
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.grad is not None and id(p) not in self.params:
@@ -207,14 +213,17 @@ class _Seen:
         whole, alone = times[: self.looked_at - 1], times[self.looked_at :]
         params = [*self.params.values()]
         width = WIDTHS[max(self.dtypes, key=lambda dtype: self.dtypes[dtype])]
+        hidden, by_shape = hidden_of(params)
+        model = of_shapes([tuple(p.shape) for p in params], width, hidden)
         made = Probed(
-            of_shapes([tuple(p.shape) for p in params], width), tuple(self.dtypes), tuple(self.optimizers),
-            params[0].device, _slowest(whole), _slowest(alone) if self.silenced else [], self.others,
+            model, by_shape, tuple(self.dtypes), tuple(self.optimizers), params[0].device, slowest(whole),
+            slowest(alone) if self.silenced else [], self.others,
         )  # fmt: skip
-        return made, self.measure(made.device)
+        self.end()  # what `measure` runs under DDP averages
+        return made, self.measure(made, params)
 
 
-def _slowest(times: list[float]) -> list[float]:
+def slowest(times: list[float]) -> list[float]:
     """Return the times of the slowest rank, where there are several."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return times
@@ -231,6 +240,7 @@ def show(probed: Probed, script: str, given: float | None = None) -> str:
     lines = [
         f"parameters: {model.params:,} in {count:,} tensor{'s' * (count > 1)}, which had a gradient when "
         f"{' or '.join(probed.optimizers)} stepped",
+        f"hidden matrices: {100 * model.hidden_share:.3g} % of the parameters, {_how(probed)}",
         f"gradients: {kinds}, {model.width} bytes each" + (", as most are" if len(probed.dtypes) > 1 else ""),
         f"step: {show_seconds(probed.step)} as it is, the median of {len(probed.whole)}",
     ]
@@ -248,3 +258,14 @@ def show(probed: Probed, script: str, given: float | None = None) -> str:
             f"and gains too small. Give --compute if you know better."
         )
     return "\n".join([f"probed {script}, on the slowest rank:", *(f"  {line}" for line in lines)])
+
+
+def _how(probed: Probed) -> str:
+    """Say how it is known which tensors are matrices of hidden layers."""
+    if probed.by_shape == 0:
+        return "as fn.labels_of says of the modules that hold them"
+    some = "the tensors" if probed.by_shape == probed.model.tensors else f"{probed.by_shape} of the tensors"
+    return (
+        f"as shapes say, for no module holds {some}: a matrix counts as an embedding or a head if one side is more "
+        f"than {WIDEST} times the other"
+    )

@@ -9,14 +9,21 @@ from fn.planner.methods import label
 from fn.planner.predict import WORTH, Plan, Prediction
 from fn.planner.units import show_seconds
 
+DDP, ALONE = "under DDP", "of ranks that train alone"
+"""What `model` is in the code of a pick."""
+
 
 class Pick(NamedTuple):
-    """name: of what is known of it. row: in the table of methods. when: to take it. code: its line."""
+    """name: of what is known of it. row: in the table of methods. when: to take it. code: its line.
+
+    model: `DDP` or `ALONE`, where a probe can run the code with a model of its own.
+    """
 
     name: str
     row: str
     when: str
     code: str
+    model: str = ""
 
 
 IMPORTS = "import fn, fn.adapters.ddp, fn.adapters.fsdp; from functools import partial"
@@ -24,18 +31,21 @@ IMPORTS = "import fn, fn.adapters.ddp, fn.adapters.fsdp; from functools import p
 
 PICKS = (
     Pick("adamw, int4 gradients", "adamw, int4 gradients", "you keep your optimizer, under DDP",
-         "fn.adapters.ddp.average_gradients(model, fn.int4(), fn.damped())"),
+         "fn.adapters.ddp.average_gradients(model, fn.int4(), fn.damped())", DDP),
     Pick("sign_muon", "sign_muon", "transformers over slow links, in every step",
-         "opt = fn.adapters.ddp.optimizer(model, fn.sign_muon, schedule=fn.freeze_after(0), lr=0.02)"),
-    Pick("muloco, int8", "diloco, int8", "between sites; fn.diloco if AdamW is a must",
+         "opt = fn.adapters.ddp.optimizer(model, fn.sign_muon, schedule=fn.freeze_after(0), lr=0.02)", DDP),
+    Pick("muloco, int8", "muloco, int8", "between sites; fn.diloco if AdamW is a must",
          'with fn.bind(mesh): opt = fn.Optimizer(model.parameters(), partial(fn.muloco, axis="data", codec=fn.int8()), '
-         "labels=fn.labels_of(model), schedule=fn.every(30))"),
+         "labels=fn.labels_of(model), schedule=fn.every(30))", ALONE),
     Pick("loco_adamw, int4, int8 back", "loco_adamw, int4, int8 back", "shards: FSDP2, ZeRO",
          "fn.adapters.fsdp.compress(model, gather=fn.int8())"),
     Pick("onebit_adam", "onebit_adam", "you leave DeepSpeed",
          "from fn.adapters.deepspeed import OnebitAdam, OnebitLamb, ZeroOneAdam"),
 )  # fmt: skip
 """In the order in which every page has them."""
+
+BASE = Pick("adamw", "adamw", "nothing pays: DDP as it is", "", DDP)
+"""What all are compared with."""
 
 EXACT_MUON = Pick("muon", "adamw", "exact Muon under DDP, which sends what AdamW does", "")
 """Stands beside the picks: what Muon is worth without codes. Its own computation is not in the step."""
@@ -80,7 +90,7 @@ def candidate(name: str, prediction: Prediction, plan: Plan, ratio: float | None
         step = own["warm_up"] * plan.of(own["warm_up_as"]).step + (1 - own["warm_up"]) * step
     replicas, rounds = (plan.replicas(made.topology), made.interval) if made.local else (1, 1)
     known = evidence(name, plan.params, replicas=replicas, local_steps=rounds) if ratio is None else given(ratio)
-    return Candidate(name, prediction, step / plan.of("adamw").step, known)
+    return Candidate(name, prediction, step / plan.base.step, known)
 
 
 class Recommendation(NamedTuple):
@@ -99,42 +109,50 @@ class Recommendation(NamedTuple):
 def recommend(plan: Plan, ratio: float | None = None) -> Recommendation:
     """Return what to take: the first pick, or one that published numbers say to be sooner at AdamW's loss; or none.
 
+    Where steps were measured, no prediction on the same ranks stands against them.
+
     Args: ratio: steps of every pick over AdamW's, in place of what is known.
     """
-    base = plan.of("adamw")
+    base = plan.base
     plain = next(p for p in plan.predictions if p.method.overlapped and not p.method.compressed)
     picks = tuple(candidate(pick.name, plan.of(pick.row), plan, ratio) for pick in PICKS)
     exact = candidate(EXACT_MUON.name, base, plan)
     limit = (1 - WORTH) * plain.step
-    worth = [c for c in picks if max(c.share, expected_time(c)) * base.step <= limit]
+    tried = [c for c in picks if c.prediction.measured or not base.measured or c.prediction.method.topology != "flat"]
+    worth = [c for c in tried if max(c.share, expected_time(c)) * base.step <= limit]
     known = [c for c in worth if c is picks[0] or c.evidence.grade in FRONT]
     if not known:
         ddp = plain if plain.step <= (1 - WORTH) * base.step else base
         return Recommendation(None, picks, exact, (
-            f"Stay with DDP: {ddp.method.label} takes {show_seconds(ddp.step)} a step, of which "
-            f"{show_seconds(round(ddp.exposed, 9))} is communication that is not hidden.",
+            f"Stay with DDP: {ddp.method.label} takes {said_step(ddp)}, "
+            f"{show_seconds(round(ddp.beyond, 9))} on top of its computation.",
             f"No pick that is known to reach AdamW's loss saves {100 * WORTH:.0f} % of a step.",
             f"Exact Muon under DDP: {exact.evidence.words}.",
-        ), f"Compression does not pay here: {show_seconds(round(ddp.exposed, 9))} of {show_seconds(ddp.step)} are "
-           f"communication that is not hidden.")  # fmt: skip
+        ), f"Compression does not pay here: {show_seconds(round(ddp.beyond, 9))} of {show_seconds(ddp.step)} come on "
+           f"top of the computation.")  # fmt: skip
     take = min(known, key=expected_time)
     other = picks[0] if picks[0] in worth else None
     if take is picks[0]:  # what sends less and is known from small models only is named beside it, not in front of it
         other = min((c for c in worth if c.time and c is not take), key=expected_time, default=None)
     time = f"Time to AdamW's loss: {show_parts(take.time)} of AdamW's: " if take.time else ""
     lines = [
-        f"Take {take.label}: {show_seconds(take.prediction.step)} a step, where AdamW under DDP takes "
-        f"{show_seconds(base.step)}.",
+        f"Take {take.label}: {said_step(take.prediction)}, where AdamW under DDP takes {show_seconds(base.step)}.",
         f"{time}{take.factors}",
     ]
     if other is not None and other != take:
         what = "Or keep your optimizer, with" if other is picks[0] else "Or"
-        lines.append(f"{what} {other.label}: {show_seconds(other.prediction.step)} a step; {other.factors}")
+        lines.append(f"{what} {other.label}: {said_step(other.prediction)}; {other.factors}")
     why = (
-        f"Compression pays: under DDP {show_seconds(base.exposed)} of AdamW's step are communication that the backward "
-        f"pass does not hide, with {take.label} {show_seconds(take.prediction.exposed)}."
+        f"Compression pays: under DDP {show_seconds(base.beyond)} of AdamW's step come on top of its computation, with "
+        f"{take.label} {show_seconds(take.prediction.beyond)}."
     )
     return Recommendation(take, picks, exact, tuple(lines), why)
+
+
+def said_step(prediction: Prediction) -> str:
+    """Return the seconds of a step in a sentence."""
+    said, predicted = f"{show_seconds(prediction.step)} a step", prediction.predicted
+    return said if predicted is None else f"{said}, measured (predicted: {show_seconds(predicted)})"
 
 
 def expected_time(c: Candidate) -> float:

@@ -19,6 +19,7 @@ from fn import tree
 from fn.collectives.codecs.codec import Codec, Segments, identity, segmented
 from fn.errors import expected
 from fn.kernels.table import only_references
+from fn.planner.gpt import Gpt, gpt
 from fn.planner.network import Message
 
 BUCKET = 25 * 2**20
@@ -39,85 +40,151 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 Shape = tuple[int, ...]
 
 
+class Run(NamedTuple):
+    """Tensors of a shape, one behind the other: how many, and whether they are matrices of hidden layers."""
+
+    shape: Shape
+    times: int
+    hidden: bool
+
+
 class Model(NamedTuple):
     """shapes: of the parameters, in their order. width: bytes of an element of the gradients.
 
     times: how often each of the shapes comes, one behind the other: what is calculated of a model takes as long as it
     has different shapes. (): each comes once.
+    hidden: whether those of a shape are matrices of hidden layers, or stacks of them, as `fn.labels_of` says. (): all
+    matrices count as such, as for optimizers that are given no labels.
     """
 
     shapes: tuple[Shape, ...]
     width: int = 4
     times: tuple[int, ...] = ()
+    hidden: tuple[bool, ...] = ()
 
     @property
-    def runs(self) -> list[tuple[Shape, int]]:
-        """Return each shape, and how often it comes."""
-        return [*zip(self.shapes, self.times or (1,) * len(self.shapes), strict=True)]
+    def runs(self) -> list[Run]:
+        """Return each shape, how often it comes, and whether it is hidden."""
+        hidden = self.hidden or [len(shape) == 2 for shape in self.shapes]
+        return [Run(*run) for run in zip(self.shapes, self.times or [1] * len(self.shapes), hidden, strict=True)]
 
     @property
     def lengths(self) -> Counter[int]:
         """Return the number of elements of the tensors, and how many have so many."""
         counts: Counter[int] = Counter()
-        for shape, times in self.runs:
+        for shape, times, _ in self.runs:
             counts[math.prod(shape)] += times
         return counts
 
     @property
     def tensors(self) -> int:
         """Return the number of tensors."""
-        return sum(times for _, times in self.runs)
+        return sum(run.times for run in self.runs)
 
     @property
     def params(self) -> int:
         """Return the number of parameters."""
-        return sum(math.prod(shape) * times for shape, times in self.runs)
+        return sum(math.prod(run.shape) * run.times for run in self.runs)
+
+    @property
+    def hidden_share(self) -> float:
+        """Return the part of the parameters that is in matrices of hidden layers."""
+        return self.of_kind(hidden=True).params / self.params
+
+    def of_kind(self, *, hidden: bool) -> Model:
+        """Return the model of matrices of hidden layers alone, or of the other tensors."""
+        return of_runs([run for run in self.runs if run.hidden is hidden], self.width)
 
 
-def of_runs(runs: Iterable[tuple[Shape, int]], width: int) -> Model:
-    """Return the model of shapes and how often each comes; those that come no time are left out."""
-    some = [run for run in runs if run[1]]
-    return Model(tuple(shape for shape, _ in some), width, tuple(times for _, times in some))
+def of_runs(runs: Iterable[Run], width: int) -> Model:
+    """Return the model of runs; those that come no time are left out."""
+    some = [run for run in runs if run.times]
+    shapes, times = tuple(run.shape for run in some), tuple(run.times for run in some)
+    return Model(shapes, width, times, tuple(run.hidden for run in some))
 
 
 def in_slices(shapes: Model) -> Model:
-    """Return the model whose stacks of matrices, such as experts (e, m, n), are e tensors, as owners count them."""
-    runs = [(shape[1:], times * shape[0]) if len(shape) > 2 else (shape, times) for shape, times in shapes.runs]
+    """Return the model whose stacks of hidden matrices, such as experts (e, m, n), are e tensors, as owners count them.
+
+    What else has three dimensions, such as a convolution, is one.
+    """
+    runs = [
+        Run(shape[1:], times * shape[0], hidden) if hidden and len(shape) > 2 else Run(shape, times, hidden)
+        for shape, times, hidden in shapes.runs
+    ]
     return of_runs(runs, shapes.width)
 
 
-def of_shapes(shapes: Iterable[Shape], width: int) -> Model:
-    """Return the model of parameters of these shapes."""
-    return of_runs([(shape, len(list(same))) for shape, same in groupby(shapes)], width)
+def of_shapes(shapes: Iterable[Shape], width: int, hidden: Iterable[bool] = ()) -> Model:
+    """Return the model of parameters of these shapes. Args: hidden: as for `Model`, of each of them."""
+    each = Model(tuple(shapes), width, hidden=tuple(hidden))
+    alike = [(run, len(list(same))) for run, same in groupby(each.runs)]
+    return of_runs([run._replace(times=count) for run, count in alike], width)
 
 
-def model(params: int, tensors: int = 150, width: int = 4) -> Model:
-    """Return a model of `params` parameters in about equal square matrices, where nothing better is known.
+def model(params: int, tensors: int | None = None, width: int = 4, share: float | None = None) -> Model:
+    """Return a model of so many parameters, where nothing better is known: the one that `gpt` assumes.
 
+    Args: tensors: about equal squares in place of layers, so many. share: the part of the parameters in hidden
+        matrices; None is that of `gpt`.
     Raises: ValueError if there are fewer parameters than tensors.
     """
-    if not 1 <= tensors <= params:
+    if tensors is not None and not 1 <= tensors <= params:
         raise ValueError(expected("tensors", f"1 to {params}, the number of parameters", f"{tensors}"))
+    assumed = gpt(params, share)
+    if tensors is None:
+        return of_runs([*_embeddings(assumed), *_layers(assumed)], width)
+    kinds = ((assumed.other, False), (assumed.hidden, True))
+    return of_runs([run for n, hidden in kinds for run in _squares(n, round(tensors * n / params), hidden)], width)
+
+
+def _embeddings(assumed: Gpt) -> list[Run]:
+    """Return the embeddings, two vectors for each layer and one behind them, as far as there are parameters."""
+    wide = assumed.wide
+    vectors = min(2 * assumed.layers + 1, assumed.other // wide)
+    rows, rest = divmod(assumed.other - vectors * wide, wide)
+    return [Run((rows, wide), bool(rows), False), Run((wide,), vectors, False), Run((rest,), bool(rest), False)]
+
+
+def _layers(assumed: Gpt) -> list[Run]:
+    """Return the matrices of attention, queries and keys apart, and those of the MLPs; and of a layer that is cut off.
+
+    Alike stand one behind the other, which shortens what is calculated, and of an MLP both as the first one lies.
+    """
+    wide = assumed.wide
+    layers, left = divmod(assumed.hidden, 12 * wide**2)
+    return [Run((wide, wide), 4 * layers, True), Run((4 * wide, wide), 2 * layers, True), *_rows_of(left, wide)]
+
+
+def _squares(params: int, tensors: int, hidden: bool) -> list[Run]:
+    tensors = max(1, tensors)
     side = math.isqrt(params // tensors)
-    rest = params - side * side * (tensors - 1)
-    # What the other squares leave: whole rows of the same length, and behind them the rest as a vector.
-    last = [shape for shape in ((rest // side, side), (rest % side,)) if math.prod(shape)]
-    return of_runs([((side, side), tensors - 1), *((shape, 1) for shape in last)], width)
+    if not side:  # there are none
+        return []
+    # What the other squares leave are rows of the same length.
+    rest = _rows_of(params - side * side * (tensors - 1), side)
+    return [run._replace(hidden=hidden) for run in (Run((side, side), tensors - 1, hidden), *rest)]
+
+
+def _rows_of(params: int, wide: int) -> list[Run]:
+    """Return a hidden matrix with rows of this length, and one of a row of what is left."""
+    rows, rest = divmod(params, wide)
+    return [Run((rows, wide), bool(rows), True), Run((1, rest), bool(rest), True)]
 
 
 @cache
 def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> list[Model]:
     """Return the buckets of DDP: parameters from the last to the first, a bucket closed when it is full."""
     full: list[Model] = []
-    inside: list[tuple[Shape, int]] = []
+    inside: list[Run] = []
     size = 0
-    for shape, left in reversed(whole.runs):
+    for shape, left, hidden in reversed(whole.runs):
         each = math.prod(shape) * whole.width
         while left:
             room = (limit if full else first) - size
             # As many of these tensors as fill the bucket; the one that fills it still belongs to it.
             fit = min(left, max(1, -(-room // each))) if each else left
-            inside.append((shape, fit))
+            inside.append(Run(shape, fit, hidden))
             size, left = size + fit * each, left - fit
             if size >= (limit if full else first):
                 full.append(of_runs(inside, whole.width))
@@ -127,12 +194,13 @@ def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> lis
 
 def fragments(whole: Model, count: int) -> list[Model]:
     """Return a model's tensors dealt out to so many fragments in turn, those that get none left out."""
-    ends = [0, *accumulate(times for _, times in whole.runs)]
+    ends = [0, *accumulate(run.times for run in whole.runs)]
     found = []
     for i in range(count):  # of the tensors start .. end of a run, those whose place divided by `count` leaves i
         dealt = [(i - start) // count - (i - end) // count for start, end in pairwise(ends)]
         if any(dealt):
-            found.append(of_runs(zip(whole.shapes, dealt, strict=True), whole.width))
+            runs = zip(whole.runs, dealt, strict=True)
+            found.append(of_runs([run._replace(times=times) for run, times in runs], whole.width))
     return found
 
 
@@ -193,7 +261,7 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
 def owned(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
     """Return the messages of `fn.owned`, a mean over ranks: gradients to owners, updates back, float32 at least.
 
-    Tensors of three dimensions and more count as stacks of matrices with the label "hidden", of which it owns slices.
+    Whatever its label, each tensor has an owner; of stacks of hidden matrices slices have.
 
     Over two axes a node's exact means travel to the owners, and what comes back goes on within the node as it came.
     """
@@ -215,13 +283,12 @@ def owned(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = E
 def apart(
     shapes: Model, ranks: Ranks, hidden: Callable[..., list[Message]], other: Callable[..., list[Message]]
 ) -> list[Message]:
-    """Return the messages of matrices, and of stacks of them, and behind these those of the other tensors.
+    """Return the messages of hidden matrices, and behind these those of the other tensors.
 
     Args: hidden, other: (model, ranks) -> messages.
     """
-    kinds = [[run for run in shapes.runs if (len(run[0]) > 1) is matrices] for matrices in (True, False)]
-    sends = zip(kinds, (hidden, other), strict=True)
-    return [m for kind, send in sends if kind for m in send(of_runs(kind, shapes.width), ranks)]
+    kinds = [(shapes.of_kind(hidden=True), hidden), (shapes.of_kind(hidden=False), other)]
+    return [m for kind, send in kinds if kind.shapes for m in send(kind, ranks)]
 
 
 def largest(shapes: Model, ranks: int, fraction: float) -> list[Message]:
@@ -360,7 +427,7 @@ def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> 
 def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
     """Return the all-reduces of torch's PowerSGD: what is not compressed, the left factors, the right factors."""
     whole, left, right = 0, 0, 0
-    for shape, times in shapes.runs:
+    for shape, times, _ in shapes.runs:
         rows, columns = _sides(shape)
         if len(shape) > 1 and (rows + columns) * rank * MIN_RATE < rows * columns:
             r = min(rank, rows, columns) * times
@@ -370,17 +437,19 @@ def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
     return [m for n in (whole, left, right) if n for m in exact(Model(((n,),), shapes.width), ranks)]
 
 
-def low_rank(shapes: Model, ranks: Ranks, rank: int | float, *, orthonormal: bool = False) -> list[Message]:
+def low_rank(
+    shapes: Model, ranks: Ranks, rank: int | float, *, orthonormal: bool = False, labels: bool = False
+) -> list[Message]:
     """Return the two all-reduces of `fn.low_rank_average`: the left factors with what travels whole, the right ones.
 
-    Args: rank, orthonormal: as for `fn.low_rank_average`.
+    Args: rank, orthonormal: as for `fn.low_rank_average`. labels: whether only hidden matrices have factors.
     """
     first, second = 0, 0
-    for shape, times in shapes.runs:
+    for shape, times, hidden in shapes.runs:
         rows, columns = _sides(shape)
         least = min(rows, columns)
         r = math.ceil(round(rank * least, 6)) if isinstance(rank, float) else rank
-        if len(shape) > 1 and r < least and (rows + columns) * r < rows * columns:
+        if len(shape) > 1 and (hidden or not labels) and r < least and (rows + columns) * r < rows * columns:
             left, right = (columns, rows) if orthonormal and rows < columns else (rows, columns)
             first, second = first + left * r * times, second + right * r * times
         else:
@@ -400,10 +469,10 @@ def in_tiles(
 
     Args: codec_of: the length of a chunk -> its codec. squares: in `fn.tiles(tile)`, which cuts matrices.
     """
-    parts: dict[int, list[tuple[Shape, int]]] = {}
-    for shape, times in shapes.runs:
+    parts: dict[int, list[Run]] = {}
+    for shape, times, hidden in shapes.runs:
         for n, size in chunks(_sides(shape) if squares else shape or (1,), tile):
-            parts.setdefault(n, []).append(((size,), times))
+            parts.setdefault(n, []).append(Run((size,), times, hidden))
     width = max(4, shapes.width)
     return [m for n in sorted(parts) for m in codes(of_runs(parts[n], width), ranks, codec_of(n), servers=False)]
 

@@ -62,13 +62,26 @@ def rank(text: str) -> int | float:
 
 def part(text: str, wanted: str = "a part such as 1/100 or 0.01, above 0 and at most 1") -> float:
     """Return a part of a whole: "1/100", "0.01". Raises: ValueError if it is none."""
-    try:
-        number = float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
-        number = 0.0
+    number = _fraction(text)
     if not 0 < number <= 1:
         raise ValueError(f"{text!r} is not {wanted}")
     return number
+
+
+def share(text: str) -> float:
+    """Return a part of a whole that may be all of it or nothing: "9/10", "0". Raises: ValueError if it is none."""
+    number = _fraction(text)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{text!r} is not a part such as 9/10 or 0.9, from 0 to 1")
+    return number
+
+
+def _fraction(text: str) -> float:
+    """Return a fraction or a decimal number; what is neither is no number."""
+    try:
+        return float(Fraction(text))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return math.nan
 
 
 def _within(text: str, number: float, wanted: str) -> float:
@@ -79,10 +92,7 @@ def _within(text: str, number: float, wanted: str) -> float:
 
 def ratio(text: str) -> float:
     """Return a ratio: "0.75", "1.1". Raises: ValueError if it is none."""
-    try:
-        number = float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
-        number = 0.0
+    number = _fraction(text)
     if not 0.01 <= number <= 100:
         raise ValueError(f"{text!r} is not a ratio such as 0.75 or 1.1, from 0.01 to 100")
     return number
@@ -126,4 +136,4 @@ def _spell(number: float, *units: str) -> str:
         if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1000
-    return f"{number:.4g} {largest}"
+    return f"{number:.3g} {largest}" if number < 999.5 else f"{number:.0f} {largest}"

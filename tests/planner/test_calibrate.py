@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fn
 from fn.planner import traffic
-from fn.planner.calibrate import SIZES, coding, fit, memory, nowhere
+from fn.planner.calibrate import SIZES, call, coding, fit, flops, memory, nowhere
 from fn.planner.methods import methods
 from fn.planner.network import Cost, network
 
@@ -57,3 +57,5 @@ def test_coding_is_measured_for_the_methods_that_code():
     direct = "onebit_adam, servers=False"
     assert found[f"{direct} (two-level)"] <= found[direct] / 4  # of shards, and the codes of two ranks, not of eight
     assert memory(torch.device("cpu"), repeat=1) > 1e8
+    assert call(torch.device("cpu"), repeat=1) > 0
+    assert flops(torch.device("cpu"), repeat=1) > 1e6

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,13 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
     made = found["recommendation"]
     assert len(said) <= 3
     assert said == made["lines"]
-    assert title == ["1,300,000,000 parameters; 64 ranks in 8 nodes of 8; 900 Gbit/s, 5 us inside a node; 10 Gbit/s, "
-                     "30 us between nodes"]  # fmt: skip
+    assert title == [
+        "1,300,000,000 parameters; 64 ranks in 8 nodes of 8; 900 Gbit/s, 5 us inside a node; 10 Gbit/s, 30 us between "
+        "nodes",
+        "assumed: a GPT of width 2,048 with 24 layers; 91.9 % of the parameters in hidden matrices; --hidden-share "
+        "gives your own",
+        found["links"]["words"],
+    ]
     assert len(picks) == 2 + 2 + len(PICKS)
     assert [line.partition(", ")[0] for line in picks if line.startswith("muon, DDP")] == ["muon"]
     adamw = min(row["step"] for row in found["predictions"] if row["method"] == "adamw")
@@ -66,6 +72,34 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
     assert other["time"] == [pytest.approx(x * other["step"] / adamw) for x in other["steps"]]
     assert other["sources"]
     assert all(source in said[2] for source in other["sources"][:1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts", "said"),
+    [
+        ("1gbit", (0.85, 0.65), "reach 85 % of 1 Gbit/s, those in buckets 65 %; published"),
+        ("10gbit", (0.92, 0.92 * 0.65 / 0.85), ": NCCL at 10 Gbit/s, discuss.pytorch.org/t/194008."),
+        ("25gbit --transport gloo", (0.18, 0.18 * 0.65 / 0.85),
+         "These 4.5 Gbit/s are less than the 8.9 Gbit/s of gloo at 10 Gbit/s: so it was published."),
+        ("25gbit --whole-efficiency 0.9", (0.9, 0.9 * 0.65 / 0.85), "; --whole-efficiency; buckets have 76 % of that"),
+        ("25gbit --bucket-efficiency 0.3", (0.45, 0.3), "; --bucket-efficiency; published for TCP (over RDMA give "),
+        ("25gbit --whole-efficiency 1 --bucket-efficiency 0.9", (1, 0.9), "; --whole-efficiency, --bucket-efficiency."),
+    ],
+)  # fmt: skip
+def test_a_line_says_which_part_of_the_links_is_reached(flags, parts, said, capsys, tmp_path):
+    line = ETHERNET.replace("100mbit", flags).split()
+    main([*line, "--json", str(tmp_path / "plan.json")])
+    found = json.loads((tmp_path / "plan.json").read_text())["links"]
+    (shown,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Links between nodes: "))
+    assert (found["whole"], found["buckets"]) == pytest.approx(parts)
+    assert found["words"] == shown
+    assert said in shown
+
+
+def test_one_node_has_no_links_of_which_a_part_is_reached(capsys, tmp_path):
+    main([*NVLINK.split(), "--json", str(tmp_path / "plan.json")])
+    assert json.loads((tmp_path / "plan.json").read_text())["links"] is None
+    assert "Links between nodes" not in capsys.readouterr().out
 
 
 def test_the_last_paragraph_names_no_other_winner(capsys, tmp_path):
@@ -136,6 +170,40 @@ def test_turning_ranks_of_factors_and_density(capsys):
     assert "dion, rank 1/8" in text
 
 
+def bytes_of(path, *line):
+    """Return what a rank sends on one axis, by method."""
+    main([*ETHERNET.split(), *line, "--dtype", "fp32", "--json", str(path)])
+    return {row["method"]: row["bytes"] for row in json.loads(path.read_text())["predictions"]}
+
+
+def test_the_share_of_hidden_matrices_is_the_share_of_votes(capsys, tmp_path):
+    """Of the others each number is a byte, of hidden ones a bit, and AdamW's gradients are four."""
+    path = tmp_path / "plan.json"
+    for share in ("0", "1/4", "1", None):
+        found = bytes_of(path, *([] if share is None else ["--hidden-share", share]))
+        part = json.loads(path.read_text())["hidden_share"]
+        text = " ".join(capsys.readouterr().out.split())
+        said = "--hidden-share gives your own" if share is None else "as --hidden-share says"
+        assert part == pytest.approx(0.683 if share is None else float(Fraction(share)), abs=1e-3)
+        assert f"{100 * part:.3g} % of the parameters in hidden matrices; {said}" in text
+        assert found["sign_muon"] / found["adamw"] == pytest.approx(part / 32 + (1 - part) / 4, rel=0.02)
+        assert found["adamw"] == found["muon"] == 1e7 * 4
+
+
+def test_tensors_of_the_flag_are_squares(capsys, tmp_path):
+    found = bytes_of(tmp_path / "plan.json", "--tensors", "7")
+    said = "assumed: 7 about equal squares; 68.3 % of the parameters in hidden matrices, as of a GPT"
+    assert said in capsys.readouterr().out
+    assert found["adamw"] == 1e7 * 4
+
+
+@pytest.mark.parametrize("params", ["1", "2", "10", "1000"])
+def test_a_plan_for_a_handful_of_parameters(params, capsys):
+    for more in ([], ["--hidden-share", "0"], ["--hidden-share", "1"], ["--tensors", "3"]):
+        main([*ETHERNET.replace("1e7", params).split(), "--all", "--contrib", *more])
+        assert f"{int(params):,} parameter" in capsys.readouterr().out
+
+
 def test_a_file_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*LINE.split(), "--json", str(tmp_path / "nowhere" / "plan.json")])
@@ -182,6 +250,9 @@ def test_nodes_of_one_rank_need_no_intra(capsys):
         ("--params 1e9 --compute 1s --world 2 --inter 1gbit --intra-latency 50ms", "--intra-latency: is of no use"),
         ("--params 1e9 --compute 1s --world 2 --intra 1gbit --bucket-efficiency 1/2", "--bucket-efficiency: is of no"),
         ("--params 1e9 --compute 1s --world 2 --inter 1gbit --whole-efficiency 1.2", "'1.2' is not a part"),
+        ("--params 1e9 --compute 1s --world 2 --inter 1gbit --hidden-share 1.2", "'1.2' is not a part such as 9/10"),
+        ("--params 1e9 --compute 1s --world 2 --intra 1gbit --transport gloo", "--transport: is of no use"),
+        ("--params 1e9 --compute 1s --world 2 --inter 1gbit --transport tcp", "argument --transport: invalid choice"),
         ("--params 1e9 --compute 1s --calibrate", "no job is running"),
     ],
 )
@@ -227,6 +298,17 @@ def test_flags_say_what_a_job_cannot_measure(job, line, title, monkeypatch, caps
     assert f"10,000,000 parameters; {title}" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(("speed", "more"), [(1e9, ""), (2.5e10, ""), (2.5e10, "--bucket-efficiency 0.5")])
+def test_links_that_were_measured_stay_as_measured(speed, more, monkeypatch, capsys, tmp_path):
+    """Of whole messages all that was measured is reached, at any speed; nothing measures those in buckets."""
+    measured = ALL_NODES[0], {"node": Link(Cost(1e-4, speed), {"all_reduce": Cost(2e-4, 0.8 * speed)})}
+    calibrated(monkeypatch, *measured, *more.split(), "--json", str(tmp_path / "plan.json"))
+    found = json.loads((tmp_path / "plan.json").read_text())["links"]
+    assert (found["bits_per_second"], found["whole"]) == (speed, 1)
+    assert found["buckets"] == pytest.approx(0.5 if more else 0.65 / 0.85)
+    assert "; measured; " + ("--bucket-efficiency." if more else "buckets have 76 % of that, as NCCL") in found["words"]
+
+
 def test_links_that_were_measured_go_into_the_page(monkeypatch, capsys, tmp_path):
     for name, few in (("PARAMS", (10**6, 10**9)), ("WORLDS", (2,)), ("NODES", (1,))):
         monkeypatch.setattr(page, name, few)
@@ -241,7 +323,7 @@ def test_links_that_were_measured_go_into_the_page(monkeypatch, capsys, tmp_path
     ("job", "flag", "text"),
     [
         (ONE_NODE, "--intra", "1gbit"), (ONE_NODE, "--intra-latency", "1ms"), (ALL_NODES, "--inter", "1gbit"),
-        (ALL_NODES, "--whole-efficiency", "0.9"),
+        (ALL_NODES, "--whole-efficiency", "0.9"), (ALL_NODES, "--transport", "gloo"),
     ],
 )
 def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, capsys):

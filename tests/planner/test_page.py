@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import partial
 from importlib.resources import files
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -17,10 +18,12 @@ from ranks import LIMIT
 
 from fn.__main__ import main
 from fn.planner import page, traffic
-from fn.planner.command import MEMORY, TCP_BUCKETS, TCP_WHOLE
+from fn.planner.command import MEMORY, about_links
+from fn.planner.efficiency import NCCL, constant, over_tcp
+from fn.planner.gpt import gpt
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
-from fn.planner.predict import Plan, plan
+from fn.planner.predict import Plan, Rates, plan
 from fn.planner.recommend import PICKS, recommend
 
 PARAMS = 1_300_000_000
@@ -105,10 +108,13 @@ def at(setting: Setting) -> str:
     return f"#{urlencode(setting._asdict())}"
 
 
-def planned(setting: Setting, *, tensors: int = 150, width: int = 4, **more) -> Plan:
-    inter = Link(Cost(setting.interLatency, setting.inter), whole=TCP_WHOLE, buckets=TCP_BUCKETS)
+def planned(
+    setting: Setting, *, tensors: int | None = None, width: int = 4, share: float | None = None, transport: str = NCCL,
+    **more,
+) -> Plan:  # fmt: skip
+    inter = Link(Cost(setting.interLatency, setting.inter), efficiency=over_tcp(transport))
     net = network(*setting[1:3], Cost(setting.intraLatency, setting.intra), inter)
-    compared = methods(traffic.model(setting.params, tensors, width), net, local_steps=setting.round, **more)
+    compared = methods(traffic.model(setting.params, tensors, width, share), net, local_steps=setting.round, **more)
     return plan(compared, net, setting.compute, setting.params, memory=MEMORY)
 
 
@@ -120,6 +126,9 @@ def check(shown: str, made: Plan, ratio: float | None = None) -> None:
     said = recommend(made, ratio)
     assert "\n".join(said.lines) in shown
     assert said.why in shown
+    lines = about_links(made.net)
+    assert shown.count("Links between nodes: ") == len(lines)
+    assert all(line in shown for line in lines)
     assert "\n".join(f"{c.label}: {c.evidence.words}" for c in said.picks) in shown
 
 
@@ -162,16 +171,43 @@ def test_the_page_takes_the_ratio_of_the_flag(few, tmp_path):
     assert "steps: 80 %, as given" in shown
 
 
+def test_the_page_says_which_model_it_assumes_and_takes_the_share_of_the_flag(few, tmp_path):
+    path = tmp_path / "plan.html"
+    for flags, share in ((["--hidden-share", "1/4"], 0.25), ([], None)):
+        main([*LINE.split(), *flags, "--html", str(path)])
+        setting = SOME[0]._replace(params=10**9)
+        shown = script_of(path.read_text(encoding="utf-8")).call("opened", at(setting))
+        check(shown, planned(setting, share=share))
+        assert f"assumed: {gpt(10**9, share)}; {'25 %' if share else '91.'}" in shown
+
+
+def test_the_page_s_links_reach_what_is_published_at_their_speed(few, tmp_path):
+    """Nothing stays inside nodes of one rank, whose slider of the bandwidth there cannot be moved."""
+    path = tmp_path / "plan.html"
+    line = f"plan --params {PARAMS} --world 8 --inter 1gbit --transport gloo --compute 350ms"
+    main([*line.split(), "--html", str(path)])
+    engine = script_of(path.read_text(encoding="utf-8"))
+    for speed in (1e9, 7e9, 1e10, 1.6e10, 2.5e10, 1e11):
+        setting = Setting(PARAMS, 8, 1, 1e9, 3e-5, speed, 3e-5, 0.35, 30)
+        check(engine.call("opened", at(setting)), planned(setting._replace(intra=1e12), transport="gloo"))
+
+
 MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
+IN_PARTS = Link(Cost(1e-4, 5e8), {"all_reduce": Cost(1e-4, 4e8)}, constant(1.0, 0.7, "measured"))
 WITHOUT_LATENCY = Link(Cost(0.0, 1e9), {"all_reduce": Cost(2e-4, 8e8), "all_gather": Cost(1e-4, 2e9)})
-LAYERS = traffic.of_shapes([(1000, 64), *[(64, 64), (64,), (64, 3, 5, 5)] * 30, (7, 1000), (7,)], 4)
+SHAPES = [(1000, 64), *[(64, 64), (64,), (64, 3, 5, 5)] * 30, (7, 1000), (7,)]
+LAYERS = traffic.of_shapes(SHAPES, 4, [shape == (64, 64) for shape in SHAPES])
 
 
 @pytest.mark.parametrize(
-    "net", [network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED)]
-)
+    "net",
+    [
+        network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED),
+        network(8, 1, IN_PARTS, IN_PARTS),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("local_steps", [1, 30])
-@pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["squares", "layers"])
+@pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["assumed", "layers"])
 def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_measured(net, local_steps, model, few):
     """Each collective has a cost of its own then, and coding its seconds; where nothing is slid, it is the plan."""
 
@@ -179,12 +215,30 @@ def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_mea
         return {"onebit_adam": 0.01 * net.world, "onebit_adam (two-level)": 0.3, "adamw, int8 gradients": 0.02}
 
     html = page.write(
-        rows(local_steps=max(2, local_steps)), net, model=model, tensors=model.tensors, compute=0.5,
-        local_steps=local_steps, memory=1e11, bucket=traffic.BUCKET, coding=coding,
+        rows(local_steps=max(2, local_steps)), net, model=model, sizes=traffic.model, assumed=str, compute=0.5,
+        local_steps=local_steps, rates=Rates(1e11, coding), bucket=traffic.BUCKET,
     )  # fmt: skip
     compared = methods(model, net, local_steps=local_steps)
     made = plan(compared, net, 0.5, model.params, memory=1e11, coding=coding(net))
     check(script_of(html).eval('written.join("\\n")'), made)
+
+
+@pytest.mark.parametrize("measured", [
+    {"own": {"sign_muon": 0.25, "onebit_adam": 0.5}},
+    {"steps": {"adamw": 0.9, "adamw, int4 gradients": 0.7, "sign_muon": 0.6, "muloco, int8": 0.55}},
+    {"steps": {"adamw": 0.51, "adamw, int4 gradients": 0.7, "sign_muon": 0.6, "muloco, int8": 0.55}},
+])  # fmt: skip
+def test_the_script_opens_with_what_was_measured_and_slides_to_what_is_predicted(measured, few):
+    net, model = network(8, 8, MEASURED), traffic.model(PARAMS)
+    planned_ = partial(plan, methods(model, net), net, params=PARAMS, memory=1e11)
+    made = planned_(compute=0.5, **measured)
+    engine = script_of(page.write(
+        rows(), net, model=model, sizes=traffic.model, assumed=str, compute=0.5, local_steps=30, rates=Rates(1e11),
+        bucket=traffic.BUCKET, opens=made,
+    ))  # fmt: skip
+    check(engine.eval('written.join("\\n")'), made)
+    slid = Setting(PARAMS, 8, 8, 5e9, 2e-5, 5e9, 2e-5, 0.25, 30)
+    check(engine.call("opened", at(slid)), planned_(compute=0.25))
 
 
 def test_the_page_needs_nothing_from_elsewhere(few, tmp_path):

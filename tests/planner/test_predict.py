@@ -8,7 +8,7 @@ import fn
 from fn.planner import traffic
 from fn.planner.methods import Method, methods
 from fn.planner.network import Cost, Link, Message, duration, leaving, network
-from fn.planner.predict import FORWARD, plan, predict
+from fn.planner.predict import FORWARD, Rates, plan, predict
 from fn.planner.recommend import recommend
 
 FLAT = network(4, 4, Cost(1e-3, 8e6))  # a millisecond a message, a byte a microsecond
@@ -241,7 +241,8 @@ def test_a_mean_that_is_late_by_all_of_a_round_but_a_step_hides_an_exchange_of_a
 def test_a_plan_knows_optimizers_by_every_name():
     found = planned(10**8, NODES, 0.1)
     assert found.of("lamb") == found.of("adamw")
-    assert found.of("muloco", "flat") == found.of("diloco", "flat")
+    assert found.of("local_sgd", "flat") == found.of("diloco", "flat")
+    assert found.of("muloco", "flat").method.parts == found.of("diloco", "flat").method.parts
     assert found.of("dion").method.name == "dion, rank 1/4"
     assert found.of("onebit_adam").method.name == "onebit_adam"
     for name in fn.__all__:
@@ -249,9 +250,12 @@ def test_a_plan_knows_optimizers_by_every_name():
             assert found.of(name).step > 0.1
 
 
+SQUARES = traffic.model(10**8, tensors=150, share=1.0)
+
+
 def test_ranks_of_factors_and_density_are_what_is_sent():
     few, many = (
-        {m.name: m.size for m in methods(traffic.model(10**8), FLAT, rank=rank, density=density)}
+        {m.name: m.size for m in methods(SQUARES, FLAT, rank=rank, density=density)}
         for rank, density in ((1, 1 / 1024), (8, 1 / 64))
     )
     assert many["powersgd_adamw, rank 8"] == pytest.approx(8 * few["powersgd_adamw, rank 1"], rel=1e-3)
@@ -276,3 +280,46 @@ def test_a_late_message_travels_behind_the_whole_next_step():
         alone = predict(Method("m", "flat", True, parts, False), FLAT, compute, 0.004).communication
         assert late.step == pytest.approx(max(compute + 0.004, 0.004 + alone))
         assert not late.method.in_every_step
+
+
+def test_a_methods_own_time_orders_the_steps_of_a_small_model():
+    """README's script on one host: nothing is to be gained from fewer bytes, and Python is what costs."""
+    model = traffic.of_shapes([(128, 16), (128,), (128, 128), (128,), (1, 128), (1,)], 4)
+    found = plan(methods(model, net := network(2, 2, Cost(5e-6, 1e10))), net, 4e-3, model.params, memory=1.6e13)
+    exact, coded, votes = (found.of(name).step for name in ("adamw", "adamw, int4 gradients", "sign_muon"))
+    assert exact < coded < votes
+    assert found.of("diloco").step < found.of("muloco").step
+
+
+def test_own_time_is_calls_and_products_at_the_rates_of_a_device():
+    net = network(4, 4, Cost(0.0, 1e12))
+    model = traffic.of_shapes([(64, 256), (2, 32, 16), (99,)], 4, [True, True, False])
+    made = {m.name: m for m in methods(model, net)}
+    square = 5 * (4 * 64 * 64 * 256 + 2 * 64**3) + 2 * 5 * (4 * 16 * 16 * 32 + 2 * 16**3)
+    assert made["sign_muon"].flops == made["muloco"].flops == square
+    assert made["muon"].flops == square / 4  # each matrix has an owner
+    assert made["adamw"].flops == 0
+    (each,) = {made[name].calls for name in ("sign_muon", "sign_muon, late")}
+    slow = Rates(1e12, call=1e-3, flops=square)
+    found = plan([*made.values()], net, 0.1, model.params, memory=1e12, rates=slow).of("sign_muon")
+    assert found.own == pytest.approx(each * 1e-3 + 1)
+    assert found.step == pytest.approx(found.compute + found.exposed + found.coding + found.own)
+
+
+def test_more_tensors_take_longer():
+    models = [traffic.model(10**6, tensors) for tensors in (4, 400)]
+    few, many = (plan(methods(model, FLAT), FLAT, 1.0, 10**6, memory=1e13) for model in models)
+    for name in ("adamw", "adamw, int4 gradients", "sign_muon"):
+        assert few.of(name).own < many.of(name).own
+
+
+def test_a_step_that_was_measured_takes_the_place_of_what_is_predicted():
+    made = planned(10**8, FLAT, 0.1)
+    found = planned(10**8, FLAT, 0.1, steps={"adamw": 0.3, "sign_muon": 0.2}, own={"diloco": 0.5})
+    for name, step in (("adamw", 0.3), ("sign_muon", 0.2)):
+        p = found.of(name)
+        assert (p.step, p.predicted, p.measured) == (pytest.approx(step), made.of(name).step, True)
+    assert found.base.step == pytest.approx(0.3)
+    assert found.of("diloco").step == pytest.approx(made.of("diloco").step + 0.5)
+    assert not found.of("diloco").measured
+    assert [p.step for p in found.predictions] == sorted(p.step for p in found.predictions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import LIMIT
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
+import fn
 from fn.__main__ import main
-from fn.planner import calibrate, probe
+from fn.planner import calibrate, probe, trials
+from fn.planner.recommend import BASE, PICKS
+from fn.planner.units import show_seconds
 
 LINKS = "--world 8 --intra 1gbit"
 
@@ -61,6 +66,8 @@ def script(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(calibrate, "coding", lambda params, device: lambda net: {})
     monkeypatch.setattr(calibrate, "memory", lambda device: 1e12)
+    monkeypatch.setattr(calibrate, "flops", lambda device: 1e11)
+    monkeypatch.setattr(trials, "tries", lambda *given: trials.none("not now"))
 
     def write(text):
         path = tmp_path / "train.py"
@@ -93,6 +100,62 @@ def test_what_has_a_gradient_is_planned_for(script, capsys, tmp_path):
     assert "own communication" not in text
     rows = {row["method"]: row for row in json.loads((tmp_path / "plan.json").read_text())["predictions"]}
     assert rows["adamw"]["bytes"] == 2 * 7 * 19 * 4 / 8
+
+
+MODEL = """
+import torch
+from torch.nn import Embedding, LayerNorm, Linear, Sequential
+torch.manual_seed(0)
+model = Sequential(Embedding(211, 16), Linear(16, 48), Linear(48, 16), LayerNorm(16), Linear(16, 211, bias=False))
+model[-1].weight = model[0].weight
+"""
+
+TRAINS = """
+matrices = [p for p in model.parameters() if p.ndim == 2]
+vectors = [p for p in model.parameters() if p.ndim == 1]
+wrapped, optimizer = Sequential(model), torch.optim.AdamW([{"params": vectors}, {"params": matrices}])
+while True:
+    optimizer.zero_grad()
+    wrapped(torch.arange(9)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_labels_are_those_of_the_modules_that_hold_the_params(script, capsys, tmp_path):
+    """Whatever the optimizer's groups are; so bytes are those of a step of an optimizer that is given the labels."""
+    run("--json", str(tmp_path / "plan.json"), "--probe", script(MODEL + TRAINS))
+    found = json.loads((tmp_path / "plan.json").read_text())
+    rows = {row["method"]: row["bytes"] for row in found["predictions"]}
+    space: dict = {}
+    exec(MODEL, space)
+    params, labels = [p.detach() for p in space["model"].parameters()], fn.labels_of(space["model"])
+    assert found["hidden_share"] == 2 * 48 * 16 / sum(p.numel() for p in params)
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"hidden matrices: {100 * found['hidden_share']:.3g} % of the parameters, as fn.labels_of says of" in text
+    assert "assumed" not in text
+    phases = {"muon": fn.Phase.WARMUP, "sign_muon": fn.Phase.COMPRESSED}
+    for name, phase in phases.items():
+        tx, books = getattr(fn, name)(axis="data", labels=[*labels.values()]), []
+
+        def step(x, tx=tx, books=books, phase=phase):
+            with fn.ledger() as book:
+                tx.update(phase)([x * p for p in params], tx.init(params), params)
+            books.append(book.total)
+            return x
+
+        fn.simulate(step, "data", 8)(torch.rand(8))
+        assert rows[name] == books[0]
+
+
+def test_without_modules_shapes_say_what_is_an_embedding(script, capsys):
+    made = "words, inner = (torch.nn.Parameter(torch.ones(n, 8)) for n in (33, 32))"
+    steps = "(words.sum() + inner.sum()).backward()\n    third.step()"
+    text = LONELY.format(steps=1000, more=steps)
+    run("--probe", script(text.replace("for step", f"{made}\nthird = torch.optim.SGD([words, inner])\nfor step")))
+    said = " ".join(capsys.readouterr().out.split())
+    share = (4 * 3 + 32 * 8) / (19 + 65 * 8)
+    assert f"hidden matrices: {100 * share:.3g} % of the parameters, as shapes say, for no module holds the" in said
+    assert "if one side is more than 4 times the other" in said
 
 
 def test_the_script_is_stopped_behind_the_step_and_torch_is_as_before(script, capsys, tmp_path):
@@ -135,6 +198,7 @@ def test_a_script_that_says_too_little(text, said, script, capsys):
         ("--world 8 --intra 1gbit --probe", "--probe: give a script that trains"),
         ("--world 8 --intra 1gbit --probe nowhere.py", "--probe: 'nowhere.py' is no file"),
         ("--world 8 --intra 1gbit --steps 5 --probe train.py", "--steps: expected at least 6, but got 5"),
+        ("--world 8 --intra 1gbit --hidden-share 1 --probe train.py", "--hidden-share: --probe takes it from"),
         ("--world 8 --intra 1gbit --params 7 --probe train.py", "--params: --probe takes it from the script"),
         ("--world 8 --intra 1gbit --dtype bf16 --probe train.py", "--dtype: --probe takes it from the script"),
         ("--world 8 --probe train.py", "--intra: missing"),
@@ -154,7 +218,7 @@ def test_what_a_script_raises_is_its_own(text, code, script, capsys):
 
 
 def test_what_fails_behind_the_last_step_is_raised_where_the_script_cannot_catch_it(script):
-    def measure(device):
+    def measure(probed, params):
         raise RuntimeError("no links")
 
     text = "try:\n" + LONELY.format(steps=99, more="").replace("\n", "\n    ") + "\nexcept Exception:\n    pass\n"
@@ -191,6 +255,13 @@ def test_two_ranks_are_planned_for_from_their_own_script(tmp_path):
     rows = {row["method"]: row for row in json.loads(out.read_text())["predictions"]}
     assert rows["adamw"]["bytes"] == 73 * 4
     assert "<script>" in html.read_text()
+    both = re.compile(r"^  ([^:\n]+): predicted [\d.]+ [mu]?s, measured [\d.]+ [mu]?s$", re.MULTILINE)
+    tried = [BASE, *(pick for pick in PICKS if pick.model)]
+    assert both.findall(text) == [pick.name for pick in tried]
+    steps = {pick.name: rows[pick.row]["step"] for pick in tried}
+    assert all(rows[pick.row]["predicted"] != steps[pick.name] for pick in tried)
+    taken = json.loads(out.read_text())["recommendation"]["take"] or BASE.name
+    assert steps[taken] == min(steps[name] for name in (BASE.name, taken))
     first, second = ((tmp_path / str(rank)).read_text().split() for rank in range(2))
     assert len(first) == len(second) == probe.STEPS
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False] * 5
@@ -212,3 +283,64 @@ def test_gradients_in_half_precision_are_planned_for_as_such(script, capsys):
     text = capsys.readouterr().out
     assert "gradients: float16, bfloat16, 2 bytes each" in text
     assert torch.float16 in probe.WIDTHS
+
+
+STEPS = {"adamw": 10e-3, "adamw, int4 gradients": 9e-3, "sign_muon": 8e-3, "muloco, int8": 7e-3}
+
+
+@pytest.mark.parametrize("least", STEPS)
+def test_what_takes_the_least_when_it_is_tried_is_recommended(least, script, capsys, tmp_path, monkeypatch):
+    """Whatever the model predicts, and whatever it predicts of the picks that were not tried."""
+    steps = {**STEPS, least: 2e-3}
+    tried = trials.Trials(steps, 2, {"onebit_adam": "not now"})
+    monkeypatch.setattr(trials, "tries", lambda *given: tried)
+    line = f"--world 2 --intra 1kbit --compute 1ms --steps-ratio 1 --json {tmp_path / 'plan.json'}"
+    main(["plan", *line.split(), "--probe", script(LONELY.format(steps=99, more=""))])
+    text = capsys.readouterr().out
+    for name, step in steps.items():
+        assert re.search(rf"^  {name}: predicted [\d.]+ m?s, measured {show_seconds(step)}$", text, re.MULTILINE)
+    assert "not tried: onebit_adam: not now" in text
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert (found["recommendation"]["take"] or "adamw") == least
+    assert re.search(rf"^(Take|Stay with DDP:) {least}.* 2 ms a step, measured \(predicted: ", text, re.MULTILINE)
+    if least != "adamw":
+        assert "where AdamW under DDP takes 10 ms." in text
+
+
+def test_own_times_of_one_rank_are_put_beside_predicted_messages(script, capsys, tmp_path, monkeypatch):
+    own = {"adamw": 1.5e-3, "sign_muon": 4e-3}
+    rows = []
+    for steps in ({}, {name: 1e-3 + seconds for name, seconds in own.items()}):
+        monkeypatch.setattr(trials, "tries", lambda *given, steps=steps: trials.Trials(steps, 1, {}))
+        line = f"--world 2 --intra 1gbit --compute 1ms --json {tmp_path / 'plan.json'}"
+        main(["plan", *line.split(), "--probe", script(LONELY.format(steps=99, more=""))])
+        rows.append({row["method"]: row for row in json.loads((tmp_path / "plan.json").read_text())["predictions"]})
+    text = capsys.readouterr().out
+    assert "on one rank, which sends nothing" in text
+    assert re.search(r"^  sign_muon: predicted .*, measured 4 ms on top of the computation$", text, re.MULTILINE)
+    before, behind = rows
+    for name, seconds in own.items():
+        assert behind[name]["own"] == pytest.approx(seconds)
+        assert behind[name]["step"] - before[name]["step"] == pytest.approx(seconds - before[name]["own"])
+        assert behind[name]["predicted"] is None
+
+
+def test_picks_are_tried_on_one_rank_and_all_is_as_before():
+    params = [torch.ones(4, 3), torch.ones(5), torch.ones(6, 3, dtype=torch.bfloat16)]
+    disabled = logging.root.manager.disable
+    tried = trials.tries(params, 1e-3, 30)
+    assert set(tried.steps) == {BASE.name, *(pick.name for pick in PICKS if pick.model)}
+    assert set(tried.skipped) == {pick.name for pick in PICKS if not pick.model}
+    assert tried.ranks == 1
+    assert min(tried.steps.values()) >= 1e-3
+    assert all(p.eq(1).all() and p.grad is None for p in params)
+    assert not dist.is_initialized()
+    assert logging.root.manager.disable == disabled
+
+
+def test_where_memory_does_not_suffice_nothing_is_tried_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(trials, "ROOM", 2**60)
+    tried = trials.tries([torch.ones(4)], 1e-3, 30)
+    assert not tried.steps
+    assert set(tried.skipped) == {pick.name for pick in PICKS}
+    assert all("are needed beside the script" in why for why in tried.skipped.values())

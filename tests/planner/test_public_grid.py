@@ -13,7 +13,7 @@ import pytest
 
 from fn.__main__ import main
 from fn.planner import traffic
-from fn.planner.command import TCP_BUCKETS
+from fn.planner.efficiency import over_tcp
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import efficiency_of_buckets
 
@@ -49,5 +49,5 @@ def test_the_efficiency_of_buckets_is_found_in_a_measured_step():
     net = network(4, 1, link := Link(Cost(1e-4, 2e8)), link)
     steps = {p["link"]: p["measured_ms"] / 1e3 for p in GRID["points"] if p["method"] == "ddp"}
     found = efficiency_of_buckets(model, net, seconds, steps["200mbit"], traffic.BUCKET)
-    assert found == pytest.approx(TCP_BUCKETS, rel=0.02)
+    assert found == pytest.approx(over_tcp().at(2e8)[1], rel=0.02)
     assert efficiency_of_buckets(model, net, seconds, 0.1, traffic.BUCKET) == 1.0  # faster than the link: nothing lost

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import fn
 from fn.planner import traffic
+from fn.planner.gpt import COMMON, gpt
 from fn.planner.methods import method as method_of
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Message, network
@@ -112,7 +113,9 @@ MAKES = {
     "muon, int8": [partial(fn.muon, codec=fn.int8())],
     "sign_muon": [fn.sign_muon],
     "lion_vote": [fn.lion_vote],
-    "diloco": [fn.diloco, fn.local_sgd, fn.muloco],
+    "diloco": [fn.diloco, fn.local_sgd],
+    "muloco": [fn.muloco],
+    "muloco, int8": [partial(fn.muloco, codec=fn.int8())],
     "diloco, int8": [partial(fn.diloco, codec=fn.int8())],
     "diloco, int8, delayed": [partial(fn.diloco, codec=fn.int8())],
     "diloco, int8, late": [partial(fn.diloco, codec=fn.int8())],
@@ -180,16 +183,52 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
         assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)
 
 
-@pytest.mark.parametrize("name", ["muon", "muon, int8", "sign_muon", "dion2, rows 1/4"])
-def test_experts_count_by_slices(name):
-    """As they are owned, voted on and chosen from where a label says that a stack is hidden."""
-    shapes = ((5,), (3, 7), (3, 6, 5), (4, 16, 8))
+class Block(torch.nn.Module):
+    """Part of a language model: with experts, a router and a convolution, too."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.attention, self.output = torch.nn.Linear(wide, 3 * wide), torch.nn.Linear(wide, wide, bias=False)
+        self.norm, self.mixing = torch.nn.LayerNorm(wide), torch.nn.Conv1d(wide, wide, 3)
+        self.router, self.experts = torch.nn.Linear(wide, 4), torch.nn.Parameter(torch.ones(4, wide, 2 * wide))
+
+
+class LanguageModel(torch.nn.Module):
+    """As much of one as has parameters; the head shares the embedding."""
+
+    def __init__(self, words: int = 203, wide: int = 24) -> None:
+        super().__init__()
+        self.words, self.positions = torch.nn.Embedding(words, wide), torch.nn.Embedding(17, wide)
+        self.blocks, self.head = torch.nn.ModuleList(Block(wide) for _ in range(2)), torch.nn.Linear(wide, words)
+        self.head.weight = self.words.weight
+
+
+TOLD_BY_LABELS = ("muon, int8", "sign_muon", "dion, rank 1/4", "dion2, rows 1/4")
+"""Of the others the labels change what ranks calculate, not what they send."""
+
+LABELLED = [name for name in MAKES if name.split(",")[0] in (
+    "muon", "normuon", "sign_muon", "dion", "dion2", "lion_muon", "nanochat", "muon_bp", "ef21_muon"
+) and ", late" not in name]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [3, (2, 3)])
+@pytest.mark.parametrize("name", LABELLED)
+def test_what_labels_say_of_a_model_is_what_the_ledger_counts(name, ranks):
+    """Votes, owners and choices are of hidden matrices, and of stacks by slices; others travel as AdamW's."""
+    model = LanguageModel()
+    shapes, labels = tuple(tuple(p.shape) for p in model.parameters()), fn.labels_of(model)
+    planned_for = traffic.of_shapes(shapes, 4, [label == "hidden" for label in labels.values()])
+    assert {*labels.values()} == {"hidden", "other"}
     (row,) = [row for row in rows(contrib=True) if row.name == name]
-    labels = ["hidden" if len(shape) > 1 else "other" for shape in shapes]
+    if not row.two_level and isinstance(ranks, tuple):
+        return
+    axis = "data" if isinstance(ranks, int) else ("local", "node")
     phase = fn.Phase.COMPRESSED if row.compressed else fn.Phase.WARMUP
     for make in MAKES[name]:
-        book = step(make(axis="data", labels=labels), phase, 3, shapes)
-        assert Counter(book.sent) == counted_of(method_of(row, traffic.Model(shapes), 3).messages)
+        book = step(make(axis=axis, labels=[*labels.values()]), phase, ranks, shapes)
+        assert Counter(book.sent) == counted_of(method_of(row, planned_for, ranks).messages)
+        without = counted_of(method_of(row, traffic.of_shapes(shapes, 4), ranks).messages)
+        assert (without != Counter(book.sent)) == (name in TOLD_BY_LABELS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -278,6 +317,30 @@ def test_buckets_are_filled_from_the_last_parameter_and_hold_everything():
 SIDES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=6)
 
 
+@given(st.integers(1, 10**12), st.one_of(st.none(), st.floats(0, 1)), st.one_of(st.none(), st.integers(1, 300)))
+def test_a_model_that_is_assumed_has_the_share_of_hidden_matrices_that_is_said(params, share, tensors):
+    made = traffic.model(params, tensors and min(tensors, params), share=share)
+    assumed = gpt(params, share)
+    assert made.params == params
+    assert made.of_kind(hidden=True).params == assumed.hidden
+    assert made.hidden_share == assumed.share
+    assert all(len(run.shape) == 2 for run in made.runs if run.hidden)
+    if share is not None:
+        assert assumed.share == pytest.approx(share, abs=0.5 / params)
+    if tensors is not None:
+        assert made.tensors == pytest.approx(min(tensors, params), abs=6)
+
+
+@pytest.mark.parametrize(("wide", "layers"), COMMON)
+def test_of_a_common_size_the_common_model_is_assumed(wide, layers):
+    params = (50257 + 1024) * wide + layers * 12 * wide**2
+    for near in (params, int(params * 1.003)):  # numbers are rounded
+        assert f"{gpt(near)}" == f"a GPT of width {wide:,} with {layers} layers"
+    found = {run.shape: run.times for run in traffic.model(params).runs}
+    matrices = {(50257 + 1024 - 2 * layers - 1, wide): 1, (wide, wide): 4 * layers, (4 * wide, wide): 2 * layers}
+    assert found == matrices | {(wide,): 2 * layers + 1}
+
+
 @given(SIDES, st.lists(st.integers(1, 5), min_size=6, max_size=6), st.integers(1, 7), st.integers(1, 4))
 def test_equal_tensors_in_a_row_cost_what_each_of_them_costs(shapes, times, kilobytes, count):
     """A model of runs is the model of all tensors: in every method's bytes, in buckets and in fragments."""
@@ -288,7 +351,7 @@ def test_equal_tensors_in_a_row_cost_what_each_of_them_costs(shapes, times, kilo
         return
 
     def expanded(models):
-        return [[shape for shape, often in model.runs for _ in range(often)] for model in models]
+        return [[run.shape for run in model.runs for _ in range(run.times)] for model in models]
 
     limits = 1000 * kilobytes, 500
     assert expanded(traffic.buckets(runs, *limits)) == expanded(traffic.buckets(plain, *limits))
@@ -320,7 +383,7 @@ def test_chunks_are_those_that_the_bases_cut(shape, tile):
 
 def test_parts_send_what_the_whole_sends_up_to_padding():
     net = network(8, 8, Cost(1e-6, 1e9))
-    found = {m.name: m for m in methods(traffic.model(30_000_000), net)}
+    found = {m.name: m for m in methods(traffic.model(30_000_000, tensors=150), net)}
     serial, overlapped = found["onebit_adam"], found["onebit_adam, overlapped"]
     assert len(overlapped.parts) == 6
     assert sum(f for f, _ in overlapped.parts) == pytest.approx(1)

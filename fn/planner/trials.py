@@ -1,0 +1,259 @@
+"""Steps of the picks on a script's own shapes: their code, as it is printed, around a stand-in for the script's model.
+
+The stand-in's gradients become ready one after the other, as the script's do, while matrix products take the time of
+its computation. So what a pick hides behind the backward pass is hidden here, too, and what it takes beside its
+messages, in Python and on the device, is in its steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fn.adapters.ddp import close
+from fn.adapters.optim.optimizer import Optimizer
+from fn.planner import calibrate
+from fn.planner.methods import label
+from fn.planner.predict import FORWARD, Plan
+from fn.planner.probe import slowest
+from fn.planner.recommend import ALONE, BASE, DDP, IMPORTS, PICKS, Pick
+from fn.planner.units import show_bytes, show_seconds
+from fn.schedules import every
+
+WARM = 4
+"""Steps of each pick that are not timed: kernels are compiled in them, buckets formed and connections opened."""
+
+FEWEST, MOST, SECONDS = 6, 30, 1.0
+"""Timed steps of each: as many as take about so many seconds in the script, within limits."""
+
+EVERY = 2
+"""Steps of a round here, half of which exchange: both kinds are timed by themselves."""
+
+ROOM = 48
+"""Bytes for each parameter that a pick's steps take at most: parameter, gradient, bucket, moments, errors, codes."""
+
+
+class Trials(NamedTuple):
+    """steps: seconds by the name of a pick, and of `BASE`, AdamW under DDP. ranks: that took them. skipped: why others
+    were not tried.
+    """
+
+    steps: Mapping[str, float]
+    ranks: int
+    skipped: Mapping[str, str]
+
+
+def tries(params: Sequence[Tensor], compute: float, local_steps: int) -> Trials:
+    """Take some steps of each pick that a model under DDP, or ranks that train alone, can take; all ranks call it.
+
+    A step is the script's computation, and what the slowest rank takes beyond a step of AdamW without messages. On one
+    rank, which has nobody to talk to, that is the method's own time.
+
+    Args: params: whose shapes, dtypes and device are taken; they are not written. compute: seconds of the script's step
+        without communication. local_steps: of a round.
+    """
+    if why := _no_room(params):
+        return none(why)
+    steps: dict[str, float] = {}
+    skipped = {pick.name: "takes more changes of a script than a probe makes" for pick in PICKS if not pick.model}
+    count = min(MOST, max(FEWEST, int(SECONDS / compute)))
+    with _group(), _quiet(), torch.enable_grad():
+        work = Work(params[0].device, -max(slowest([-calibrate.flops(params[0].device)])))
+        plain = StandIn(params, compute, work)
+        (alone,) = _times(plain, torch.optim.AdamW(plain.parameters()), count).values()
+        del plain
+        for pick in (BASE, *(pick for pick in PICKS if pick.model)):
+            try:
+                taken = _step(pick, StandIn(params, compute, work), count, local_steps)
+            except (TypeError, ValueError) as refused:  # by all ranks
+                skipped[pick.name] = str(refused)
+            else:
+                steps[pick.name] = compute + max(0.0, taken - alone)
+            gc.collect()  # hooks and what they hold are cycles
+            if torch.accelerator.is_available():
+                torch.accelerator.memory.empty_cache()
+        return Trials(steps, dist.get_world_size(), skipped)
+
+
+def none(why: str) -> Trials:
+    """Return that nothing was tried."""
+    return Trials({}, 1, {pick.name: why for pick in PICKS})
+
+
+Seconds = dict[str, float]
+
+
+def measured(tried: Trials, compute: float) -> tuple[Seconds, Seconds]:
+    """Return what `plan` takes: own times, of one rank, in any topology; or steps, of several ranks."""
+    found = {pick.row: tried.steps[pick.name] for pick in (BASE, *PICKS) if pick.name in tried.steps}
+    if tried.ranks > 1:
+        return {}, found
+    return {label(row, kind): step - compute for row, step in found.items() for kind in ("flat", "two-level")}, {}
+
+
+def show(tried: Trials, predicted: Plan) -> str:
+    """Return lines with the steps that were tried, beside predictions, and with why others were not."""
+    lines = []
+    for pick in (BASE, *PICKS):
+        if pick.name in tried.steps:
+            p, step = predicted.of(pick.row, "flat"), tried.steps[pick.name]
+            said, found = ("", p.step) if tried.ranks > 1 else (" on top of the computation", p.own)
+            took = step if tried.ranks > 1 else step - p.compute
+            lines.append(f"{pick.name}: predicted {show_seconds(found)}, measured {show_seconds(took)}{said}")
+    for why in dict.fromkeys(tried.skipped.values()):
+        names = "; ".join(name for name, reason in tried.skipped.items() if reason == why)
+        lines.append(f"not tried: {names}: {why}")
+    where = "" if tried.ranks > 1 else ", on one rank, which sends nothing"
+    return "\n".join([f"steps on the script's shapes{where}:", *(f"  {line}" for line in lines)])
+
+
+def _step(pick: Pick, model: nn.Module, count: int, local_steps: int) -> float:
+    """Return the seconds of a pick's step, in the mean over a round where ranks train alone."""
+    wrapped = DistributedDataParallel(model) if pick.model == DDP else model
+    kind = next(model.parameters()).device.type
+    mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
+    names: dict[str, Any] = {"model": wrapped, "mesh": mesh}
+    exec(f"{IMPORTS}\n{pick.code}", names)  # what is printed is what is timed
+    optimizer: Any = names.get("opt") or torch.optim.AdamW(wrapped.parameters())
+    if pick.model == ALONE:
+        optimizer.schedule = every(EVERY)
+    times = _times(wrapped, optimizer, count)
+    if isinstance(optimizer, Optimizer):
+        close(optimizer)
+    exchange, local = max(times.values()), min(times.values())
+    return local + (exchange - local) / (local_steps if pick.model == ALONE else 1)
+
+
+def _times(model: nn.Module, optimizer: Any, count: int) -> dict[object, float]:
+    """Return the median seconds of the slowest rank's steps, by their phase."""
+    ends, phases = [time.perf_counter()], []
+    for _ in range(WARM + count):
+        phases.append(getattr(optimizer, "phase", None))
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        ends.append(time.perf_counter())
+    times = slowest([end - start for start, end in pairwise(ends)])[WARM:]
+    each = {phase: [t for t, of in zip(times, phases[WARM:], strict=True) if of == phase] for phase in phases[WARM:]}
+    return {phase: statistics.median(some) for phase, some in each.items()}
+
+
+class Work:
+    """Matrix products, which take as long as a computation. flops: so many a second."""
+
+    def __init__(self, device: torch.device, flops: float) -> None:
+        self.x, self.w = calibrate.factors(device)
+        self.out, self.each = torch.empty_like(self.x), 2 * self.w.numel() / flops  # seconds of a row
+
+    def rows(self, count: int) -> None:
+        """Multiply so many rows."""
+        while count > 0:
+            part = min(count, len(self.x))
+            torch.mm(self.x[:part], self.w, out=self.out[:part])
+            count -= part
+
+
+class StandIn(nn.Module):
+    """A model of parameters like those given, alike on all ranks, whose gradients are not."""
+
+    def __init__(self, params: Sequence[Tensor], compute: float, work: Work) -> None:
+        super().__init__()
+        seeded = torch.Generator(params[0].device).manual_seed(0)
+        new = [torch.empty(p.shape, dtype=p.dtype, device=p.device).normal_(0, 0.02, generator=seeded) for p in params]
+        self.weights, self.work = nn.ParameterList(new), work
+        whole, total = sum(p.numel() for p in params), compute / work.each
+        self.forward_rows, self.done = round(FORWARD * total), 0
+        self.backward_rows = [(1 - FORWARD) * total * p.numel() / whole for p in params]
+        self.scale = 1.0 + dist.get_rank()
+
+    def forward(self) -> Tensor:
+        """Return a number whose backward pass goes from the last parameter to the first."""
+        with torch.no_grad():
+            self.work.rows(self.forward_rows)
+        x = torch.zeros((), device=self.weights[0].device, dtype=torch.float32)
+        for p, rows in zip(self.weights, self.backward_rows, strict=True):
+            x = _Layer.apply(x, p, rows, self)  # type: ignore[no-untyped-call]
+        return x
+
+
+class _Layer(torch.autograd.Function):
+    """Gives its parameter a gradient, after a part of the computation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor, rows: float, model: StandIn) -> Tensor:
+        ctx.p, ctx.rows, ctx.model = p.detach(), rows, model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.model.work.rows(round(ctx.rows))
+        return grad, ctx.p * ctx.model.scale, None, None
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    """Run among the ranks that there are; a process without a group is the one rank of a new one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Run without advice on options of the picks, which the user does not see."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _no_room(params: Sequence[Tensor]) -> str:
+    """Return why no steps are tried, the same on all ranks, or nothing."""
+    if any(isinstance(p, DTensor) for p in params):
+        return "the script's parameters are shards, and the picks' steps are tried on whole ones"
+    device, size = params[0].device, sum(p.numel() for p in params)
+    if device.type == "cpu":  # whose memory the ranks of a machine share
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        free = _host_memory() // shared
+    else:
+        free, _ = torch.accelerator.get_memory_info(device)
+    (left,) = slowest([float(size * ROOM - free)])
+    return f"{show_bytes(size * ROOM)} are needed beside the script, {show_bytes(left)} more than are free" * (left > 0)
+
+
+def _host_memory() -> int:
+    """Return the bytes that are free, with what the system would give up; all where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return sys.maxsize
+    return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
