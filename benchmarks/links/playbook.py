@@ -15,7 +15,7 @@ from fn.planner import traffic
 from fn.planner.efficiency import over_tcp
 from fn.planner.methods import method, rows
 from fn.planner.network import Cost, Link, network
-from fn.planner.predict import Prediction, predict
+from fn.planner.predict import Prediction, Rates, predict
 from fn.planner.units import show_seconds
 
 MACHINES = 4
@@ -65,7 +65,7 @@ def predictions(cost: Cost, params: int, compute: float) -> Iterator[tuple[Take,
     for take in TAKES:
         table = rows() if take.rounds is None else rows(local_steps=take.rounds)
         own = method(next(row for row in table if row.name == take.row), shapes, MACHINES)
-        yield take, predict(own, net, compute, 8 * own.passes * params / MEMORY)
+        yield take, predict(own, net, compute, 8 * own.passes * params / MEMORY, Rates(MEMORY).own(own))
 
 
 def choice(cost: Cost, params: int, compute: float) -> tuple[Take, Prediction, float]:

@@ -25,11 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.ddp import close
-from fn.adapters.optim.optimizer import Optimizer
 from fn.planner import calibrate
 from fn.planner.methods import label
 from fn.planner.predict import FORWARD, Plan
@@ -76,7 +73,8 @@ def tries(params: Sequence[Tensor], compute: float, local_steps: int) -> Trials:
     skipped = {pick.name: "takes more changes of a script than a probe makes" for pick in PICKS if not pick.model}
     count = min(MOST, max(FEWEST, int(SECONDS / compute)))
     with _group(), _quiet(), torch.enable_grad():
-        work = Work(params[0].device, -max(slowest([-calibrate.flops(params[0].device)])))
+        (each,) = slowest([1 / calibrate.flops(params[0].device)])
+        work = Work(params[0].device, 1 / each)
         plain = StandIn(params, compute, work)
         (alone,) = _times(plain, torch.optim.AdamW(plain.parameters()), count).values()
         del plain
@@ -121,12 +119,15 @@ def show(tried: Trials, predicted: Plan) -> str:
     for why in dict.fromkeys(tried.skipped.values()):
         names = "; ".join(name for name, reason in tried.skipped.items() if reason == why)
         lines.append(f"not tried: {names}: {why}")
-    where = "" if tried.ranks > 1 else ", on one rank, which sends nothing"
+    where = ", on one rank, which sends nothing" if tried.steps and tried.ranks == 1 else ""
     return "\n".join([f"steps on the script's shapes{where}:", *(f"  {line}" for line in lines)])
 
 
 def _step(pick: Pick, model: nn.Module, count: int, local_steps: int) -> float:
     """Return the seconds of a pick's step, in the mean over a round where ranks train alone."""
+    from fn.adapters.ddp import close  # here, as a plan without a probe needs no adapter, which takes a while to import
+    from fn.adapters.optim.optimizer import Optimizer
+
     wrapped = DistributedDataParallel(model) if pick.model == DDP else model
     kind = next(model.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
@@ -182,7 +183,7 @@ class StandIn(nn.Module):
         new = [torch.empty(p.shape, dtype=p.dtype, device=p.device).normal_(0, 0.02, generator=seeded) for p in params]
         self.weights, self.work = nn.ParameterList(new), work
         whole, total = sum(p.numel() for p in params), compute / work.each
-        self.forward_rows, self.done = round(FORWARD * total), 0
+        self.forward_rows = round(FORWARD * total)
         self.backward_rows = [(1 - FORWARD) * total * p.numel() / whole for p in params]
         self.scale = 1.0 + dist.get_rank()
 
@@ -238,8 +239,12 @@ def _quiet() -> Iterator[None]:
 
 def _no_room(params: Sequence[Tensor]) -> str:
     """Return why no steps are tried, the same on all ranks, or nothing."""
-    if any(isinstance(p, DTensor) for p in params):
-        return "the script's parameters are shards, and the picks' steps are tried on whole ones"
+    from fn.adapters.optim.shards import is_dtensor
+
+    if any(map(is_dtensor, params)):
+        return "the script's parameters are shards"
+    if len({p.device for p in params}) > 1:
+        return "the script's parameters are on several devices"
     device, size = params[0].device, sum(p.numel() for p in params)
     if device.type == "cpu":  # whose memory the ranks of a machine share
         shared = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -320,6 +320,6 @@ def test_a_step_that_was_measured_takes_the_place_of_what_is_predicted():
         p = found.of(name)
         assert (p.step, p.predicted, p.measured) == (pytest.approx(step), made.of(name).step, True)
     assert found.base.step == pytest.approx(0.3)
-    assert found.of("diloco").step == pytest.approx(made.of("diloco").step + 0.5)
+    assert found.of("diloco").step == pytest.approx(made.of("diloco").step - made.of("diloco").own + 0.5)
     assert not found.of("diloco").measured
     assert [p.step for p in found.predictions] == sorted(p.step for p in found.predictions)
