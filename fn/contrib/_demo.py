@@ -1,4 +1,4 @@
-"""DeMo: decoupled momentum, of which the ranks send a few large cosines."""
+"""DeMo: decoupled momentum; the ranks send a few large cosines of it."""
 
 from __future__ import annotations
 

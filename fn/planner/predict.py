@@ -57,7 +57,7 @@ class Plan(NamedTuple):
         return self.net.world if topology == "flat" else self.net.nodes
 
     def of(self, name: str, topology: str | None = None) -> Prediction:
-        """Return the fastest prediction of a method, or of an optimizer of which there are several.
+        """Return the fastest prediction of a method, or of an optimizer that has several.
 
         Raises: ValueError if there is none of that name.
         """

@@ -27,7 +27,7 @@ class Loss(NamedTuple):
 
 @checked("schedule")
 def train(tx: Transform, schedule: Schedule = always_warm_up) -> Loss:
-    """Train a matrix (4, 3) for 30 steps on 3 simulated ranks, each of which pulls it to a target of its own.
+    """Train a matrix (4, 3) for 30 steps on 3 simulated ranks, where each pulls it to a target of its own.
 
     Take it to see in one line that an optimizer learns, before there is a model.
 

@@ -54,7 +54,7 @@ class LowRankState(NamedTuple):
 
 @declare(rank_local=("errors",), errors=("errors",), warmup_errors=("errors",))
 class OrthonormalState(LowRankState):
-    """The state of `low_rank_average(orthonormal=True)`, whose warm-up reads the errors, too."""
+    """The state of `low_rank_average(orthonormal=True)`, whose warm-up also reads the errors."""
 
     __slots__ = ()
 
