@@ -227,5 +227,5 @@ if not TYPE_CHECKING:  # a checker would take every misspelt name of fn for Any
         raise AttributeError(f"module 'fn' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        """Return the public names, those that were not used yet, too."""
+        """Return the public names, also those that were not used yet."""
         return sorted({*globals(), *__all__})

@@ -110,7 +110,7 @@ class Exchange(NamedTuple):
         return update
 
     def within(self, place: int | str) -> Exchange:
-        """Return the exchange of a larger state, a tuple or a dict, of which the own part is at a place."""
+        """Return the exchange of a larger state, a tuple or a dict that holds this one's at a place."""
 
         def inside(f: Callable[[int, Tree, Tree], tuple[Tree, Tree]]) -> Callable[[int, Tree, Tree], tuple[Tree, Tree]]:
             def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:

@@ -1,4 +1,4 @@
-"""Functions with code objects of their own, of which `torch.compile` counts the compilations apart.
+"""Functions with code objects of their own, whose compilations `torch.compile` counts apart.
 
 All functions that one factory made share a code object, and all callable objects share a wrapper of torch's. torch
 gives up after 8 compilations of one code object, so a process could compile no more than 8 updates in all.

@@ -60,7 +60,7 @@ class Facts(NamedTuple):
         return Averages(self.axes, self.axes, self.axes) if self.averages is None else self.averages
 
     def in_slices(self, params: Any) -> list[bool]:
-        """Return whether each leaf of params is a stack of which ranks may own slices, along the first dimension."""
+        """Return whether each leaf of params is a stack whose slices, along the first dimension, may have owners."""
         leaves = tree.leaves(params)
         batched = self.batched(params) if callable(self.batched) else [self.batched] * len(leaves)
         return [flag and p.ndim > 2 and len(p) > 1 for p, flag in zip(leaves, batched, strict=True)]
@@ -105,7 +105,7 @@ def _batched(facts: tuple[Facts, ...]) -> bool | Callable[[Any], list[bool]]:
 
 
 def of_branches(whole: Facts, branches: list[Facts]) -> Facts:
-    """Return the facts of a transform of which each parameter sees one branch: it averages what all of them do."""
+    """Return the facts of a transform that gives each parameter to one branch: it averages what all of them do."""
     phases = zip(*(said.averaged for said in branches), strict=True)
     each = [[axis for axis in first if all(axis in axes for axes in rest)] for first, *rest in phases]
     return whole._replace(averages=Averages(*map(tuple, each)))

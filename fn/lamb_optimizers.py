@@ -33,17 +33,9 @@ def lamb(
         u = mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p
         p <- p - lr clamp(|p| / |u|, min_coeff, max_coeff) u
 
-        >>> import torch, fn
-        >>> tx = fn.lamb(0.1, axis="data")
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(30):
-        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.8326, -1.4248,  1.4248])
+        >>> import fn
+        >>> fn.testing.train(fn.lamb(0.15, axis="data"))
+        Loss(before=0.944, after=0.047)
 
     Args: lr: a float or a 0-d tensor; start with 0.03, or with 0.01 to fine-tune. b1, b2, eps, weight_decay: as for
         Adam. axis: over which the gradients are averaged; None for none. max_coeff, min_coeff: bounds of the trust
@@ -85,17 +77,9 @@ def onebit_lamb(
         compressed:  mu <- C((b1 mu + (1 - b1) g_r) s) / s;    u = mu / (sqrt(nu) + eps) + weight_decay p
                      p <- p - lr (coefficient factor) u,       s, coefficient and factor as in `scale_by_onebit_lamb`
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.onebit_lamb(0.1, axis="data"), fn.freeze_after(10)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 1.1348, -0.8498,  0.9310])
+        >>> import fn
+        >>> fn.testing.train(fn.onebit_lamb(0.15, axis="data"), fn.freeze_after(10))
+        Loss(before=0.944, after=0.026)
 
     Without a clamp it diverged at a rate of 0.03 on two convolutional networks, where LAMB trained. With other bounds,
     another clamp, or one scale per tensor, which the factors s then do not change, it is this chain:

@@ -63,17 +63,9 @@ def adamw(
 
         p <- p - lr (mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps) + weight_decay p)
 
-        >>> import torch, fn
-        >>> tx = fn.adamw(0.1, axis="data")
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(30):
-        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.1809, -1.0285,  1.0285])
+        >>> import fn
+        >>> fn.testing.train(fn.adamw(0.1, axis="data"))
+        Loss(before=0.944, after=0.009)
 
     Args: lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as in torch. axis: over which the gradients are
         averaged; None for none.
@@ -114,17 +106,9 @@ def onebit_adam(
         compressed:  mu <- C(mu + c (g_r - mu));    u = mu / (sqrt(nu) + eps), at most max_step
         p <- p - lr (u + weight_decay p),    c = (1 - b1) / (1 - b1^t)
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.onebit_adam(0.1, axis="data"), fn.freeze_after(10)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.1625, -1.0398,  0.7676])
+        >>> import fn
+        >>> fn.testing.train(fn.onebit_adam(0.1, axis="data"), fn.freeze_after(10))
+        Loss(before=0.944, after=0.06)
 
     In the paper's form a second moment that is frozen before b2 has filled it makes all later steps too large: on two
     small transformers it ended at 2.76 and 2.94 where this ended at 2.24 and 2.36, and AdamW at 2.20 and 2.29. That
@@ -182,17 +166,9 @@ def loco_adamw(
 
         h = g_r + e_r;    e_r <- beta e_r + (1 - beta) (h - Q_4(h));    a shard of mean_r Q_4(h) is Adam's gradient
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.loco_adamw(0.1, axis="data"), fn.freeze_after(2)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.2234, -0.9045,  0.8857])
+        >>> import fn
+        >>> fn.testing.train(fn.loco_adamw(0.1, axis="data"), fn.freeze_after(2))
+        Loss(before=0.944, after=0.01)
 
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps, weight_decay: as for `adamw`.
@@ -238,17 +214,9 @@ def sharded_onebit_adam(
 
         p_s <- p_s - lr (clamp(mu_s / (sqrt(nu_s) + eps)) + weight_decay p_s)    for the shard s of each rank
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.sharded_onebit_adam(0.1, axis="data"), fn.freeze_after(10)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.1625, -1.0398,  0.7676])
+        >>> import fn
+        >>> fn.testing.train(fn.sharded_onebit_adam(0.1, axis="data"), fn.freeze_after(10))
+        Loss(before=0.944, after=0.06)
 
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps: as for Adam. weight_decay: decoupled.

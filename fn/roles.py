@@ -151,7 +151,7 @@ SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned",
 owned: whole on one rank, and without elements on the others; a plan says on which."""
 
 OF_EACH_RANK = frozenset((OWN, ERROR, SHARD))
-"""Leaves of which every rank has another one, under one path."""
+"""Leaves that differ on every rank, under one path."""
 
 
 def kinds(states: Tree, mark: str = SAME) -> Tree:

@@ -35,17 +35,9 @@ def zero_one_adam(
         local step:          mu <- mu + c (g_r - mu);                 p <- p - lr mu / (sqrt(nu) + eps)
         synchronising step:  a local step, then the ranks agree in codes on where they went: `scale_by_zero_one_adam`
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.zero_one_adam(0.1, axis="data"), fn.zero_one_schedule(20, 2, 10, 4)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(60):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.2411, -1.0870,  0.7625])
+        >>> import fn
+        >>> fn.testing.train(fn.zero_one_adam(0.2, axis="data"), fn.zero_one_schedule(10, 2, 10, 4))
+        Loss(before=0.944, after=0.082)
 
     In the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), a second moment that is
     frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in

@@ -254,6 +254,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.testing.check_codec": lambda: {"codec": fn.int8()},
     "fn.testing.check_transform": lambda: {"tx": SGD, "params": torch.ones(2), "schedule": fn.freeze_after(1)},
     "fn.testing.conformance": lambda: {"row": CPU, "ops": ("pack_bits",), "sizes": (8,)},
+    "fn.testing.train": lambda: {"tx": fn.chain(fn.average("data"), SGD), "schedule": fn.freeze_after(1)},
 }
 
 

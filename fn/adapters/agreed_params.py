@@ -242,7 +242,7 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Tree]:
 
 
 def _places(core: Core, unit: Unit, members: Sequence[Tensor], apart: Sequence[Tree]) -> list[list[int]]:
-    """Return of which params of a unit each of the states is, by number.
+    """Return the params of a unit, by number, that each of the states belongs to.
 
     One state of them all has them in their order. Several, or one of some of them, as in a partition: an init of
     params that hold their numbers tells, on a rank that is alone, for nothing is to be sent.

@@ -104,7 +104,7 @@ def labels_of(
     for name, count in (num_heads or {}).items():
         if name in (splits or {}):
             cure = "heads of equal rows need no splits"
-            raise ValueError(expected("num_heads", "no parameter that splits names, too", repr(name), cure))
+            raise ValueError(expected("num_heads", "no parameter that splits names as well", repr(name), cure))
         labels[name] = Label("hidden", heads=_checked_heads(params, name, count))
     return Labels(params.items(), labels.values())
 

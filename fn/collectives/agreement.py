@@ -79,7 +79,7 @@ class Difference(NamedTuple):
         return next(rank for rank, value in enumerate(self.values) if value != self.values[0])
 
     def error(self, text: str) -> RanksDisagree:
-        """Return an error with a text, which names the rank and what differs to programs, too."""
+        """Return an error with a text, whose attributes name the rank and what differs."""
         return RanksDisagree(f"ranks disagree: {text}", rank=self.rank, field=self.name)
 
     @property
@@ -164,7 +164,7 @@ def check_calls(rows: list[list[int]], axes: Sequence[str], left: str = UNMOVED)
 def calling(
     call: str, axes: Sequence[str], device: torch.device | str, word: int = 0, left: str = UNMOVED
 ) -> Iterator[list[int]]:
-    """Tell the other ranks of some axes, which must be bound, what this rank is in, and go on if they are, too.
+    """Tell the other ranks of some axes, which must be bound, what this rank is in, and go on if they are in it.
 
     Inside of another call nothing is sent: the ranks are together already.
 

@@ -109,7 +109,7 @@ class _Worker(threading.Thread):
             pass
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, in the operating system, too.
+        """Wait until the thread has ended, also in the operating system.
 
         Python's own returns before the thread has destroyed what C++ keeps for it. Such a destructor may ask for the
         interpreter while that goes down, which ends the process with SIGABRT.

@@ -41,19 +41,9 @@ def ef21_muon(
         m_r <- (1 - eta) m_r + eta g_r;    c_r = C(m_r - h_r);    h_r <- h_r + c_r;    G <- G + mean_r c_r
         p <- p - lr (s NS(G) + weight_decay p)
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.contrib.ef21_muon(0.1, 0.5, axis="data", codec=fn.top_k(0.25)), fn.freeze_after(1)
-        >>> def train(target):                # of each rank; the best p is their mean
-        ...     p = torch.zeros(4, 3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
-        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
-        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
-        0.450 -> 0.000
+        >>> import fn
+        >>> fn.testing.train(fn.contrib.ef21_muon(0.15, 0.5, axis="data", codec=fn.top_k(0.25)), fn.freeze_after(1))
+        Loss(before=0.944, after=0.067)
 
     Args:
         lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with AdamW's

@@ -33,17 +33,9 @@ def ef21_sgdm(
         v_r <- (1 - eta) v_r + eta g_r;   c_r = top_k(v_r - h_r);   h_r <- h_r + c_r;   s <- s + mean_r c_r
         p <- p - lr (s + weight_decay p)
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.contrib.ef21_sgdm(0.2, 0.5, axis="data", k=1), fn.freeze_after(1)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.0001, -1.0001,  1.0001])
+        >>> import fn
+        >>> fn.testing.train(fn.contrib.ef21_sgdm(0.1, 0.5, axis="data", k=1), fn.freeze_after(1))
+        Loss(before=0.944, after=0.002)
 
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate times 100. eta: weight of the new gradient in the momentum.

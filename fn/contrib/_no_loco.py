@@ -242,17 +242,9 @@ def no_loco(
 
         d <- mean(x - p) of a pair + pull (x - mean x);    b <- mu b + d;    x <- x - outer_lr b;    p <- x
 
-        >>> import torch, fn
-        >>> tx, schedule = fn.contrib.no_loco(0.1, axis="data"), fn.every(5)
-        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
-        ...     p = torch.zeros(3)
-        ...     state = tx.init(p)
-        ...     for step in range(40):
-        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
-        ...         p = fn.apply_updates(p, updates)
-        ...     return p
-        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
-        tensor([ 2.1634, -0.6737,  0.6737])
+        >>> import fn
+        >>> fn.testing.train(fn.contrib.no_loco(0.05, axis="data"), fn.every(5))
+        Loss(before=0.944, after=0.063)
 
     Args:
         lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.

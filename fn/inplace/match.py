@@ -94,7 +94,7 @@ def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callab
 
 
 def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
-    """Return the links of an update, those inside of guards, too."""
+    """Return the links of an update, guards opened."""
     update = original(update)
     if isinstance(update, Guarded):
         return _links_in(update.inner, (*path, 0))  # 0: `inner` of the guard's state

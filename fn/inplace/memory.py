@@ -139,7 +139,7 @@ def is_folded(x: Tensor) -> bool:
 
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Find pairs of tensors, by number and the earlier one first, of which one begins within the other.
+    """Find pairs of tensors where one begins within the other, by number and the earlier one first.
 
     Columns of one matrix do, too: only a list of all places would tell that they lie between each other.
     """

@@ -54,7 +54,7 @@ def _bytes(*shape: int, seed: int = 1) -> Tensor:
 
 _N = sum(_WIDTHS)
 _WHOLE = _N + 2
-"""Elements of rows in which the last segment, too, is a multiple of 8: kernels may then read in wider vectors."""
+"""Elements of rows in which even the last segment is a multiple of 8: kernels may then read in wider vectors."""
 
 _BOTH = (None, _WHOLE)
 """Rows whose last segment ends anywhere, and rows of a model: kernels that read those in wider vectors are compiled

@@ -25,7 +25,7 @@ from fn.planner.recommend import EXACT_MUON, PICKS, Candidate, Recommendation, c
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
 MEMORY = 1.6e13
-"""Bit/s of a current accelerator's memory, of which coding is estimated where nothing is measured."""
+"""Bit/s of a current accelerator's memory, from which coding is estimated where nothing is measured."""
 
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 30e-6
 """Seconds a message takes inside a node and between nodes, where no flag says it."""

@@ -125,7 +125,7 @@ def _said_of_own(name: str, own: Range) -> str:
 
 
 def _of_steps(table: dict[str, Any], params: int, own: Range | None, small: str | None) -> Evidence:
-    """Return what a table of ratios says; small: of a method of which it says only what another one needs."""
+    """Return what a table of ratios says; small: what is known of the method itself, on small models."""
     sizes = table["sizes"]
     at = [float(size["params"]) for size in sizes]
     ratio = between(math.log(params), [*map(math.log, at)], [fmean(size["ratio"]) for size in sizes])

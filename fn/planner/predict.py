@@ -96,7 +96,7 @@ class Plan(NamedTuple):
         return next((p for p in exact if p.measured), exact[0])
 
     def of(self, name: str, topology: str | None = None) -> Prediction:
-        """Return the fastest prediction of a method, or of an optimizer of which there are several.
+        """Return the fastest prediction of a method, or of an optimizer that has several.
 
         Raises: ValueError if there is none of that name.
         """

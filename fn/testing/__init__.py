@@ -5,10 +5,12 @@
     assert fn.testing.conformance(my_row())
 
 `pytest -p fn.testing.pytest_plugin --fn-row my_package.kernels:row` makes a test of every kernel of a row.
+`train` shows in one line that an optimizer learns; the docstrings of the named optimizers call it.
 """
 
 from fn.testing.codec import check_codec
 from fn.testing.kernels import conformance
+from fn.testing.quadratic import train
 from fn.testing.transform import check_transform
 
-__all__ = ["check_codec", "check_transform", "conformance"]
+__all__ = ["check_codec", "check_transform", "conformance", "train"]

@@ -85,7 +85,7 @@ Check = tuple[str, Callable[[], str | None]]
 
 
 def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:
-    """Run checks; return how many there were, and what was wrong; an exception is a fault, too."""
+    """Run checks; return how many there were, and what was wrong, exceptions included."""
     faults, count = [], 0
     for what, run in checks:
         count += 1

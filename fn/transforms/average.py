@@ -373,7 +373,7 @@ def _in_codes(
 
 
 def _in_one_dtype(leaves: list[Tensor], vectors: list[layouts.Bucket]) -> list[Tensor]:
-    """Return leaves of which those of a vector have one dtype, the widest of theirs."""
+    """Return leaves in one dtype for each vector, the widest of its leaves."""
     if len({leaf.dtype for leaf in leaves}) == 1:
         return leaves
     wide = [*leaves]

@@ -62,7 +62,7 @@ class Basis(NamedTuple):
 
 
 def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis: AxisNames | None = None) -> Transform:
-    """Average the updates in another basis, tensor by tensor; the errors live there, too.
+    """Average the updates in another basis, tensor by tensor; the errors live there as well.
 
         u = B^-1 sync(B u_r)
 
@@ -95,7 +95,7 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
     check_is_transform("sync", inner)
 
     def reads_params(phase: Phase, parts: list[list[Tensor]]) -> bool:
-        """Tell whether it may look at the numbers of params, which then have to be written in the basis, too."""
+        """Tell whether it may look at the numbers of params, and so needs them in the basis."""
         if of_length is None:
             return _reads_params(inner.composed(phase))
         return any(_reads_params(of_length(n).composed(phase)) for n in _places(tree.leaves(parts)))

@@ -287,7 +287,7 @@ def _halves(tx: Transform) -> tuple[Transform, Transform]:
 
 
 def _links(tx: Transform) -> tuple[Transform, ...]:
-    """Return the links of a chain, those of chains and guards inside of it, too; anything else is its only link."""
+    """Return the links of a chain, chains and guards inside of it opened; anything else is its only link."""
     if not tx.links or not all(_is_chain_of(tx, phase) for phase in Phase if has_phase(tx, phase)):
         return (tx,)
     return tuple(x for link in tx.links for x in _links(link))

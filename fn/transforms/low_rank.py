@@ -54,7 +54,7 @@ class LowRankState(NamedTuple):
 
 @declare(rank_local=("errors",), errors=("errors",), warmup_errors=("errors",))
 class OrthonormalState(LowRankState):
-    """The state of `low_rank_average(orthonormal=True)`, whose warm-up reads the errors, too."""
+    """The state of `low_rank_average(orthonormal=True)`, whose warm-up also reads the errors."""
 
     __slots__ = ()
 
@@ -395,7 +395,7 @@ def _errors(
         return [feedback.residual(x, sent, before[i]) for x, sent, i in triples]
     left, right = (r, p) if stack.plan.transposed else (p, r)
     # c is read for the last time here, so errors may take its memory; a graph or a trace may need it.
-    out = c if is_concrete(c) and not is_recorded([c]) else None
+    out = c if is_concrete(c, left, right) and not is_recorded([c]) else None
     # c - deliver P R^T, (B, rows, columns) -> B vectors (n,)
     return torch.baddbmm(c, left, right.mT, alpha=-rule[1], out=out).flatten(1).unbind()
 

@@ -69,7 +69,7 @@ class Label(str):
         return tuple(x.split([*self.splits] if rows else [0] * len(self.splits), -2))
 
     def whole(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the tensor of which these are the parts, taken off their iterator."""
+        """Return the tensor that has these parts, taken off their iterator."""
         if self.heads:
             return next(iter(parts)).flatten(-3, -2)  # (..., H, d, k) -> (..., H d, k)
         # blocks (..., n_i, k) -> (..., n, k)
@@ -369,7 +369,7 @@ def hidden_and_other(
     *,
     takes_parts: bool = True,
 ) -> Callable[[Tree], Tree]:
-    """Return labels for `partition` from those of `fn.labels_of`, whose tensors `is_hidden` must take, too.
+    """Return labels for `partition` from those of `fn.labels_of`, hidden only where `is_hidden` agrees.
 
     Args: labels: "hidden" and "other"; None: by `is_hidden` alone. names: the label of `partition` for each of both.
         is_hidden: of a tensor, whether the optimizer of hidden matrices can take it. None: matrices, and stacks of them

@@ -266,7 +266,7 @@ def both_ways(
 
 
 def _check_whole(params: Tree) -> None:
-    """Refuse DTensors, of which a rank may have a part, while its owner would take it for the whole."""
+    """Refuse DTensors: a rank may have a part, which an owner would take for the whole."""
     for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
         if hasattr(p, "device_mesh"):
             got = f"a DTensor on {p.device_mesh}"
@@ -345,7 +345,7 @@ def check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
     if is_concrete(state.owners) and state.owners.device.type == "cpu" and tuple(state.owners.tolist()) != owners:
         both = [[*owners], state.owners.tolist()]
         shares = ([of.count(r) for r in range(max(of, default=0) + 1)] for of in both)
-        wanted, got = (f"{len(of)} tensors, of which ranks own {n}" for of, n in zip(both, shares, strict=True))
+        wanted, got = (f"{len(of)} tensors, by owner {n}" for of, n in zip(both, shares, strict=True))
         cure = "a state belongs to the params, the costs and the number of ranks that it was made for"
         raise ValueError(expected("state.owners", wanted, got, cure))
 
@@ -571,7 +571,7 @@ def _updates_in_codes(
 
 @cached_plan
 def form_of(codec: Codec | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
-    """Return an item of which only shapes and dtypes matter."""
+    """Return an item for its shapes and dtypes alone."""
     item = torch.zeros((rows, width), dtype=dtype, device=device)
     # (1,) -> the shapes of an item, with strides of 0: a plan that is kept takes no memory
     return tree.map(lambda x: x.new_empty(1).expand(x.shape), item if codec is None else codec.encode(item))

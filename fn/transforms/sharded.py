@@ -546,7 +546,7 @@ def _reduce_momentum(
 def gather_back(
     value: Tensor, dtype: torch.dtype, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
 ) -> tuple[Tensor, Kept]:
-    """Return the whole vector (n,) of which each rank has the shard `value`, and what is kept.
+    """Return the whole vector (n,) from each rank's shard `value`, and what is kept.
 
     Args: dtype: that of the messages, where they are not codes.
     """

@@ -96,7 +96,7 @@ def unsharded(
     gather: Codec | None = None,
     cost: Costs = None,
 ) -> Transform:
-    """Run `inner` on whole tensors, of which each rank has a piece: one exchange collects the pieces, one returns them.
+    """Run `inner` on whole tensors that lie in pieces: one exchange collects the pieces, one returns them.
 
     Each tensor is brought to one rank, its owner; owners are balanced as those of `fn.owned` are. For tensors of N
     elements in all, a rank sends N / W elements there and as many back, less what it owns.

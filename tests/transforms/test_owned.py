@@ -254,7 +254,7 @@ def test_bad_input_is_refused_by_name(make: Any, kind: type[Exception], text: st
 def test_a_state_of_other_params_is_refused() -> None:
     tx = MAKES["exact"]()
     state, params = tx.init(start()), [torch.zeros(2, 2)]
-    with pytest.raises(ValueError, match=r"state.owners: expected 1 tensors, of which ranks own \[1\], but got 13"):
+    with pytest.raises(ValueError, match=r"state.owners: expected 1 tensors, by owner \[1\], but got 13"):
         tx.update(W)(params, state, params)
 
 

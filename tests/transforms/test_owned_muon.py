@@ -127,9 +127,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(hyper: str, phase: Phase, name:
 def test_a_state_of_another_number_of_ranks_is_refused() -> None:
     tx, params = muon("exact"), {name: torch.ones(4, 3) for name in "abc"}
     state = tx.init(params)
-    with pytest.raises(
-        ValueError, match=r"of which ranks own \[1, 1, 1\], but got 3 tensors, of which ranks own \[3\]"
-    ):
+    with pytest.raises(ValueError, match=r"by owner \[1, 1, 1\], but got 3 tensors, by owner \[3\]"):
         fn.simulate(lambda g: tx.update(W)(g, state, params)[0], "data", 3)(
             tree.map(lambda p: p.repeat(3, 1, 1), params)
         )
@@ -182,7 +180,7 @@ def test_tied_weights_move_once_and_what_cannot_be_owned_says_so() -> None:
         assert len(found["owned"]) == 3
         for ours, theirs in zip(found["owned"], found["replicated"], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-        assert "one of which each rank has a part, of its shards or of the tensors that it owns" in found["watched"]
+        assert "one that is divided among ranks, in shards or by owners of tensors" in found["watched"]
         assert "expected leaf 'w' to be a whole tensor, but got a DTensor" in found["DTensor"]
         assert "p.full_tensor()" in found["DTensor"]
 

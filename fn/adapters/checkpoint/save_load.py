@@ -240,7 +240,7 @@ def _check_arguments(optimizer: object, extra: Tree, *, is_load: bool = False) -
     follow_members(optimizer)
     if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         cure = "save opt.state_dict() with torch.distributed.checkpoint, which loads it on any number of ranks"
-        wanted, got = "an optimizer of whole parameters", "one of DTensors, of which a rank has shards"
+        wanted, got = "an optimizer of whole parameters", "one of DTensors, which lie in shards"
         raise ValueError(expected("optimizer", wanted, got, cure))
     if not (is_load and optimizer.refused == TORN):
         optimizer.check_free("checkpoint")

@@ -422,7 +422,7 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _refuse_shards(model: nn.Module) -> None:
-    """Refuse DTensors, of which a rank has shards: FSDP2 sends their gradients itself, inside of the backward pass."""
+    """Refuse DTensors, which lie in shards: FSDP2 sends their gradients itself, inside of the backward pass."""
     for name, p in model.named_parameters():
         if is_dtensor(p):
             wanted = "a model of whole tensors, whose gradients nobody else reduces"
@@ -432,7 +432,7 @@ def _refuse_shards(model: nn.Module) -> None:
 
 
 def check_alone(model: nn.Module, backend: str) -> None:
-    """Refuse a model that communicates in its backward pass, too, other than over gloo.
+    """Refuse a model that itself communicates in its backward pass, other than over gloo.
 
     Ranks may start its exchanges and those of our thread in different orders, and then wait for each other for good.
 
@@ -481,7 +481,7 @@ def _hook(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> No
     except RuntimeError as error:
         if "only be called once" not in str(error):
             raise
-        text = "has a communication hook already, of an optimizer before this one, say, and DDP takes one for good"
+        text = "has a communication hook already, perhaps of an earlier optimizer, and DDP takes one for good"
         hint = "in the place of an old optimizer, wrap the module anew: DistributedDataParallel(model.module)"
         several = "several at a time: keep_local(model) once, and each an fn.Optimizer, which communicates in step"
         raise RuntimeError(f"model: {text}; {hint}; {several}") from error

@@ -108,7 +108,7 @@ class Overlap:
         return self._pass
 
     def on_last(self) -> None:
-        """Leave what is held back to the step: gradients may still come of which DDP says nothing."""
+        """Leave what is held back to the step: DDP does not announce every gradient that may still come."""
 
     def on_sent(self) -> None:
         """Leave results and errors to the optimizer's step."""

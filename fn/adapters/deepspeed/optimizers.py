@@ -222,7 +222,7 @@ def check_unused(method: str, amsgrad: bool, *given: Any) -> None:
 
 
 def _are_masters(params: Sequence[Tensor], copies: Sequence[Tensor]) -> bool:
-    """Tell whether these are float32 copies of parameters of which some have half precision."""
+    """Tell whether these are float32 copies of parameters, some in half precision."""
     is_half = any(p.element_size() < 4 for p in params)
     return is_half and all(x is not p and x.dtype == torch.float32 for p, x in zip(params, copies, strict=True))
 
@@ -424,7 +424,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         return {f"{name} of group {g}" if g else name: x for g, hyper in enumerate(each) for name, x in hyper.items()}
 
     def prepared(self, group: dict[str, Any]) -> Unit:
-        """Return all groups so far, of which this is the last, as a unit."""
+        """Return all groups so far, up to this one, as a unit."""
         rates = [rate for unit in (*self.units, super().prepared(group)) for rate in unit.rates]
         groups = [*self.param_groups]
         return Unit(self.made(groups, rates), groups, rates, self.made_of(groups), spans=True)

@@ -168,7 +168,7 @@ class Core(torch.optim.Optimizer):
         return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Take a step without the hooks that torch puts around `step` of every class, each of which would run them."""
+        """Take a step without the hooks that torch puts around `step` of every class: they would run several times."""
         self.check_free("step")
         # `step` runs under no_grad, in which a closure could not call backward.
         loss = None if closure is None else torch.enable_grad()(closure)()

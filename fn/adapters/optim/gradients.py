@@ -121,7 +121,7 @@ def _is_coded(phase: Phase, states: Tree) -> bool:
 
 
 def _have_their_own(state: Tree) -> bool:
-    """Tell whether ranks have anything of their own that a warm-up step needs, such as momenta of which it is the mean.
+    """Tell whether ranks have anything of their own that a warm-up step needs, such as momenta that it averages.
 
     It does not read residual errors, nor does it follow steps in which params came to differ.
     """

@@ -108,7 +108,7 @@ def arguments_of(make: Callable[..., Any]) -> Arguments:
 
 
 def takes_any(arguments: Arguments) -> bool:
-    """Return whether a function takes arguments by any other name, too."""
+    """Return whether a function takes arguments by any name."""
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in arguments.values())
 
 
@@ -206,7 +206,7 @@ def follow_rate(group: dict[str, Any], rate: Tensor) -> None:
 
 
 def checked_rate(given: Any, least: float = -1e-10) -> float:
-    """Return a learning rate as a number; by default one that torch's `LinearLR` has rounded below 0, too.
+    """Return a learning rate as a number; by default also one that `LinearLR` has rounded below 0.
 
     Raises: ValueError if it is no finite number of at least that.
     """

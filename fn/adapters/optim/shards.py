@@ -71,7 +71,7 @@ class Division(NamedTuple):
     group: dist.ProcessGroup
 
     def bound(self, binding: Binding) -> Binding:
-        """Return a binding of the axis, too. Raises: ValueError if other ranks are bound to its name."""
+        """Return the binding with the axis added. Raises: ValueError if other ranks are bound to its name."""
         name, there = self.shards.axis, binding.axes.get(self.shards.axis)
         # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
         if there is None:
@@ -125,7 +125,7 @@ def check_divided(transform: Transform, max_norm: float | None, params: Sequence
         return
     if max_norm is not None:
         cure = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before the step"
-        raise ValueError(expected("max_norm", "None for DTensors, of which a rank has shards", f"{max_norm}", cure))
+        raise ValueError(expected("max_norm", "None for DTensors, which lie in shards", f"{max_norm}", cure))
     facts = facts_of(transform)
     if facts.whole:
         wanted = "links that go element by element, for a rank has shards of its DTensors"

@@ -127,7 +127,7 @@ def address_of(lighthouse: str) -> tuple[str, int]:
     except ValueError:
         host, port = None, None
     if not host:
-        cure = f"start one with python -m fn lighthouse; {LIGHTHOUSE} says where it is, too"
+        cure = f"start one with python -m fn lighthouse; {LIGHTHOUSE} may name it as well"
         raise ValueError(expected("lighthouse", "host:port", f"{lighthouse!r}", cure))
     return host, port or PORT
 

@@ -113,7 +113,7 @@ class LocalSGD:
     model: nn.Module
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Make an instance of accelerate's class, too, which is imported now."""
+        """Make an instance that is also of accelerate's class, which is imported now."""
         from accelerate.local_sgd import LocalSGD as Base
 
         return object.__new__(type(cls.__name__, (cls, Base), {}))

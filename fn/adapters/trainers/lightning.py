@@ -59,7 +59,7 @@ class FnStrategy:
     """
 
     def __new__(cls, **options: Any) -> Any:
-        """Make an instance of Lightning's class, too, which is imported now, in whichever of its two packages."""
+        """Make an instance that is also of Lightning's class, imported now, in whichever of its two packages."""
         try:
             from lightning.pytorch.strategies import DDPStrategy
         except ImportError:
@@ -99,7 +99,7 @@ class FnStrategy:
         return agreed_params(self.opts[0], self.model) if len(self.opts) == 1 else nullcontext()
 
     def on_validation_start(self) -> None:
-        """Average buffers, here and not in each step, of which ranks may take different numbers."""
+        """Average buffers here, not in each step: ranks may take different numbers of steps."""
         super().on_validation_start()  # type: ignore[misc]
         with torch.no_grad():
             self.buffers = agreed_buffers(self.opts[0], [self.model]) if len(self.opts) == 1 else []

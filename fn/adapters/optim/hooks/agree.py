@@ -197,7 +197,7 @@ def _compare_params(axes: Sequence[str], groups: Mapping[int, Mapping[str, Any]]
 
 
 def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dicts") -> None:
-    """Refuse a tree of which two leaves have one path with a ValueError: one would be saved for both.
+    """Refuse a tree with two leaves of one path with a ValueError: one would be saved for both.
 
     Args: name: of the argument. of: how its cure begins.
     """

@@ -208,7 +208,7 @@ def second_moment_norm(core: Core) -> float:
         raise ValueError(f"schedule: freeze_when_stable {text}")
     if any(dim == 0 for dims in roles.find(rank_dims(states), "second_moment") for dim in tree.leaves(dims)):
         wanted = "a second moment that all ranks hold, since freeze_when_stable compares its norm"
-        got = "one of which each rank has a part, of its shards or of the tensors that it owns"
+        got = "one that is divided among ranks, in shards or by owners of tensors"
         raise ValueError(expected("schedule", wanted, got, "use fn.freeze_after(step)"))
     leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
     norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []

@@ -418,5 +418,5 @@ def mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK:
 
 @jit
 def peak_of(x):
-    """Return the largest magnitude, by its bits as an integer, of which those of a NaN are the largest."""
+    """Return the largest magnitude, by its bits as an integer; a NaN's are the largest."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
