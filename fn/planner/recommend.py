@@ -114,7 +114,9 @@ def recommend(plan: Plan, ratio: float | None = None) -> Recommendation:
     Args: ratio: steps of every pick over AdamW's, in place of what is known.
     """
     base = plan.base
-    plain = next(p for p in plan.predictions if p.method.overlapped and not p.method.compressed)
+    plain = base if base.measured else next(
+        p for p in plan.predictions if p.method.overlapped and not p.method.compressed
+    )  # fmt: skip
     picks = tuple(candidate(pick.name, plan.of(pick.row), plan, ratio) for pick in PICKS)
     exact = candidate(EXACT_MUON.name, base, plan)
     limit = (1 - WORTH) * plain.step
