@@ -271,6 +271,7 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True, labels=True),
             iterated=100),
+        Row("muon, DDP", traffic.exact, cut="bucket", iterated=16, compressed=False, flops=newton_schulz),
         Row("muon", traffic.owned, iterated=16, compressed=False, alike=("normuon",), flops=owned_newton_schulz),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), coded=36, iterated=16,
             flops=owned_newton_schulz),

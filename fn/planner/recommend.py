@@ -47,8 +47,8 @@ PICKS = (
 BASE = Pick("adamw", "adamw", "nothing pays: DDP as it is", "", DDP)
 """What all are compared with."""
 
-EXACT_MUON = Pick("muon", "adamw", "exact Muon under DDP, which sends what AdamW does", "")
-"""Stands beside the picks: what Muon is worth without codes. Its own computation is not in the step."""
+EXACT_MUON = Pick("muon", "muon, DDP", "exact Muon under DDP, which sends what AdamW does", "")
+"""Stands beside the picks: what Muon is worth without codes."""
 
 FRONT = (GIVEN, AT_SIZE)
 """Grades of what may stand in front of the first pick."""
@@ -114,9 +114,11 @@ def recommend(plan: Plan, ratio: float | None = None) -> Recommendation:
     Args: ratio: steps of every pick over AdamW's, in place of what is known.
     """
     base = plan.base
-    plain = next(p for p in plan.predictions if p.method.overlapped and not p.method.compressed)
+    plain = base if base.measured else next(
+        p for p in plan.predictions if p.method.overlapped and not p.method.compressed
+    )  # fmt: skip
     picks = tuple(candidate(pick.name, plan.of(pick.row), plan, ratio) for pick in PICKS)
-    exact = candidate(EXACT_MUON.name, base, plan)
+    exact = candidate(EXACT_MUON.name, plan.of(EXACT_MUON.row), plan)
     limit = (1 - WORTH) * plain.step
     tried = [c for c in picks if c.prediction.measured or not base.measured or c.prediction.method.topology != "flat"]
     worth = [c for c in tried if max(c.share, expected_time(c)) * base.step <= limit]

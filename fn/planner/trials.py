@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fn.planner import calibrate
+from fn.planner.hidden import hidden_of
 from fn.planner.methods import label
 from fn.planner.predict import FORWARD, Plan
 from fn.planner.probe import slowest
@@ -35,17 +35,17 @@ from fn.planner.recommend import ALONE, BASE, DDP, IMPORTS, PICKS, Pick
 from fn.planner.units import show_bytes, show_seconds
 from fn.schedules import every
 
-WARM = 4
+WARM = 3
 """Steps of each pick that are not timed: kernels are compiled in them, buckets formed and connections opened."""
 
-FEWEST, MOST, SECONDS = 6, 30, 1.0
+FEWEST, MOST, SECONDS = 5, 30, 1.0
 """Timed steps of each: as many as take about so many seconds in the script, within limits."""
 
 EVERY = 2
 """Steps of a round here, half of which exchange: both kinds are timed by themselves."""
 
-ROOM = 48
-"""Bytes for each parameter that a pick's steps take at most: parameter, gradient, bucket, moments, errors, codes."""
+ROOM = 64
+"""Bytes for each parameter that steps take at most: parameters, gradients and moments twice, buckets, errors, codes."""
 
 
 class Trials(NamedTuple):
@@ -61,8 +61,9 @@ class Trials(NamedTuple):
 def tries(params: Sequence[Tensor], compute: float, local_steps: int) -> Trials:
     """Take some steps of each pick that a model under DDP, or ranks that train alone, can take; all ranks call it.
 
-    A step is the script's computation, and what the slowest rank takes beyond a step of AdamW without messages. On one
-    rank, which has nobody to talk to, that is the method's own time.
+    A step is the script's computation, and what the slowest rank takes beyond a step of AdamW without messages. These
+    take turns with the pick's, so that other work on the machine slows both. On one rank, which has nobody to talk to,
+    the difference is the method's own time.
 
     Args: params: whose shapes, dtypes and device are taken; they are not written. compute: seconds of the script's step
         without communication. local_steps: of a round.
@@ -75,16 +76,15 @@ def tries(params: Sequence[Tensor], compute: float, local_steps: int) -> Trials:
     with _group(), _quiet(), torch.enable_grad():
         (each,) = slowest([1 / calibrate.flops(params[0].device)])
         work = Work(params[0].device, 1 / each)
-        plain = StandIn(params, compute, work)
-        (alone,) = _times(plain, torch.optim.AdamW(plain.parameters()), count).values()
-        del plain
+        flags = hidden_of(params).flags
+        plain = _Loop(StandIn(params, flags, compute, work))
         for pick in (BASE, *(pick for pick in PICKS if pick.model)):
             try:
-                taken = _step(pick, StandIn(params, compute, work), count, local_steps)
+                beyond = _beyond(plain, pick, StandIn(params, flags, compute, work), count, local_steps)
             except (TypeError, ValueError) as refused:  # by all ranks
                 skipped[pick.name] = str(refused)
             else:
-                steps[pick.name] = compute + max(0.0, taken - alone)
+                steps[pick.name] = compute + max(0.0, beyond)
             gc.collect()  # hooks and what they hold are cycles
             if torch.accelerator.is_available():
                 torch.accelerator.memory.empty_cache()
@@ -123,8 +123,26 @@ def show(tried: Trials, predicted: Plan) -> str:
     return "\n".join([f"steps on the script's shapes{where}:", *(f"  {line}" for line in lines)])
 
 
-def _step(pick: Pick, model: nn.Module, count: int, local_steps: int) -> float:
-    """Return the seconds of a pick's step, in the mean over a round where ranks train alone."""
+class _Loop:
+    """A script that trains a model by an optimizer, AdamW if none is given."""
+
+    def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
+        self.model = model
+        self.optimizer: Any = optimizer or torch.optim.AdamW(model.parameters())
+
+    def seconds(self) -> float:
+        """Take a step, and return its seconds."""
+        start = time.perf_counter()
+        self.model().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+
+def _beyond(plain: _Loop, pick: Pick, model: nn.Module, count: int, local_steps: int) -> float:
+    """Return the seconds that a pick takes beyond plain steps, in the mean over a round where ranks train alone."""
     from fn.adapters.ddp import close  # here, as a plan without a probe needs no adapter, which takes a while to import
     from fn.adapters.optim.optimizer import Optimizer
 
@@ -133,30 +151,20 @@ def _step(pick: Pick, model: nn.Module, count: int, local_steps: int) -> float:
     mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
     names: dict[str, Any] = {"model": wrapped, "mesh": mesh}
     exec(f"{IMPORTS}\n{pick.code}", names)  # what is printed is what is timed
-    optimizer: Any = names.get("opt") or torch.optim.AdamW(wrapped.parameters())
+    loop = _Loop(wrapped, names.get("opt"))
     if pick.model == ALONE:
-        optimizer.schedule = every(EVERY)
-    times = _times(wrapped, optimizer, count)
-    if isinstance(optimizer, Optimizer):
-        close(optimizer)
-    exchange, local = max(times.values()), min(times.values())
-    return local + (exchange - local) / (local_steps if pick.model == ALONE else 1)
-
-
-def _times(model: nn.Module, optimizer: Any, count: int) -> dict[object, float]:
-    """Return the median seconds of the slowest rank's steps, by their phase."""
-    ends, phases = [time.perf_counter()], []
+        loop.optimizer.schedule = every(EVERY)
+    phases, alone, taken = [], [], []
     for _ in range(WARM + count):
-        phases.append(getattr(optimizer, "phase", None))
-        model().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        ends.append(time.perf_counter())
-    times = slowest([end - start for start, end in pairwise(ends)])[WARM:]
-    each = {phase: [t for t, of in zip(times, phases[WARM:], strict=True) if of == phase] for phase in phases[WARM:]}
-    return {phase: statistics.median(some) for phase, some in each.items()}
+        alone.append(plain.seconds())
+        phases.append(getattr(loop.optimizer, "phase", None))
+        taken.append(loop.seconds())
+    if isinstance(loop.optimizer, Optimizer):
+        close(loop.optimizer)
+    pairs = [*zip(phases, slowest(taken), slowest(alone), strict=True)][WARM:]
+    beyond = [statistics.median(t - a for of, t, a in pairs if of == phase) for phase in {phase for phase, *_ in pairs}]
+    exchange, local = max(beyond), min(beyond)
+    return local + (exchange - local) / (local_steps if pick.model == ALONE else 1)
 
 
 class Work:
@@ -177,11 +185,12 @@ class Work:
 class StandIn(nn.Module):
     """A model of parameters like those given, alike on all ranks, whose gradients are not."""
 
-    def __init__(self, params: Sequence[Tensor], compute: float, work: Work) -> None:
+    def __init__(self, params: Sequence[Tensor], hidden: Sequence[bool], compute: float, work: Work) -> None:
         super().__init__()
         seeded = torch.Generator(params[0].device).manual_seed(0)
         new = [torch.empty(p.shape, dtype=p.dtype, device=p.device).normal_(0, 0.02, generator=seeded) for p in params]
-        self.weights, self.work = nn.ParameterList(new), work
+        self.held, self.work = nn.ModuleList(map(_held, new, hidden)), work
+        self.weights = [*self.parameters()]
         whole, total = sum(p.numel() for p in params), compute / work.each
         self.forward_rows = round(FORWARD * total)
         self.backward_rows = [(1 - FORWARD) * total * p.numel() / whole for p in params]
@@ -195,6 +204,13 @@ class StandIn(nn.Module):
         for p, rows in zip(self.weights, self.backward_rows, strict=True):
             x = _Layer.apply(x, p, rows, self)  # type: ignore[no-untyped-call]
         return x
+
+
+def _held(x: Tensor, hidden: bool) -> nn.Module:
+    """Return a module with a parameter, of which `fn.labels_of` says the same as of the script's."""
+    if x.ndim == 2 and not hidden:
+        return nn.Embedding(x.shape[0], x.shape[1], _weight=x)
+    return nn.ParameterDict({"experts" if hidden and x.ndim > 2 else "weight": x})
 
 
 class _Layer(torch.autograd.Function):

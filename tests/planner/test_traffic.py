@@ -109,6 +109,7 @@ MAKES = {
     "loco_adamw, int4, int8 back": [partial(fn.loco_adamw, gather=fn.int8(), master=True)],
     "powersgd_adamw, rank 4": [fn.powersgd_adamw],
     "dion, rank 1/4": [fn.dion],
+    "muon, DDP": [partial(fn.muon, owned=False)],
     "muon": [fn.muon, fn.normuon],
     "muon, int8": [partial(fn.muon, codec=fn.int8())],
     "sign_muon": [fn.sign_muon],
