@@ -263,29 +263,38 @@ def missing(rows: Rows, tables: Sequence[tuple[str, int]], methods: Sequence[str
     return [run for run in wanted if run not in done]
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Return each method's distance to AdamW, at both rates. What is beyond a bound is bold."""
+def table(found: Mapping[str, Any], size: int = 0) -> str:
+    """Return each method's distance to AdamW, at both rates. What is beyond a bound is bold.
+
+    Args: size: which of each task's batches; 0 is the smallest.
+    """
     rows = found["rows"]
     trained = {row["method"] for row in rows}
-    head, lines = ["method"], {method: [method] for method in METHODS if method in trained}
-    for task, batch in dict.fromkeys((row["task"], row["batch"]) for row in rows):
-        head += [f"{task}, {batch} a step, default rate", "recommended rate"]
-        setting, (base, _) = TASKS[task], tuned_rate(rows, task, batch)
+    lines = {name: [name, f"{default_rate(name):g}"] for name in METHODS if name in trained}
+    head = ["method", "default rate"]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        setting, batch = TASKS[task], TASKS[task].batches[size]
+        base, _ = tuned_rate(rows, task, batch)
+        head += [f"{task}, {batch} a step", "recommended rate"]
 
         def scores(method: str, lr: float | None) -> dict[int, float]:
             own = runs_of(rows, task=task, batch=batch, method=method, lr=lr)  # noqa: B023
             return by_seed([row for row in own if row["seed"] != TUNED_ON], setting.score)  # noqa: B023
 
         for method, cells in lines.items():
-            for lr in (default_rate(method), None if base is None else recommended_rate(method, base)):
+            default, recommended = default_rate(method), None if base is None else recommended_rate(method, base)
+            for lr, at in ((default, ""), (recommended, f" at {recommended:g}" if recommended is not None else "")):
                 own = scores(method, lr)
-                if method == BASE:
-                    cells.append(f"{math.fsum(own.values()) / len(own):.3f} at {lr:g}" if own else "")
+                if at and recommended == default:
+                    cells.append("same")
                     continue
-                rival = default_rate(BASE) if method in LIKE_ADAM and lr == default_rate(method) else base
+                if method == BASE:
+                    cells.append(f"{math.fsum(own.values()) / len(own):.3f}{at}" if own else "")
+                    continue
+                rival = default_rate(BASE) if method in LIKE_ADAM and lr == default else base
                 gap = difference(own, scores(BASE, rival))
                 bad = gap is not None and not (gap.mean - setting.bound) * math.copysign(1, setting.bound) <= 0
-                cells.append("" if gap is None else f"{'**' * bad}{gap:.3f}{'**' * bad} at {lr:g}")
+                cells.append("" if gap is None else f"{'**' * bad}{gap:.3f}{'**' * bad}{at}")
     return markdown(" | ".join(head), list(lines.values()))
 
 
@@ -316,7 +325,8 @@ def main() -> None:
                 args.json.write_text(f'{{"about": {json.dumps(facts)},\n"rows": [\n{lines}\n]}}\n')
                 bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
                 bar.update()
-    print(table({"rows": rows}))
+    for size in range(1 + args.both_batches):
+        print(table({"rows": rows}, size), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGES = (
     HERE / "README.md", ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("choosing.md", "late.md", "local_steps.md")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("choosing", "fsdp", "late", "local_steps", "methods", "muon")),
 )  # fmt: skip
 
 NOT_YET = "not measured yet"
@@ -140,7 +140,10 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "published headline", published.headline
     yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
-    yield "rounds", partial(outer_steps.table, atlas.read(RESULTS / "rounds.json"))
+    rounds = atlas.read(RESULTS / "rounds.json")
+    yield "rounds", partial(outer_steps.table, rounds)
+    yield "rounds, tried", partial(outer_steps.tried, rounds)
+    yield "rounds, muloco", partial(outer_steps.beside_exact, rounds)
     for name, table in {"scale": scale, "downstream": downstream, "local_rates": local_rates}.items():
         yield name, partial(of_file, name, lambda found, table=table: table.table(found["rows"]), ATLAS)
     yield "as_it_comes", partial(of_file, "as_it_comes", lambda found: as_it_comes.table(found["rows"]), ATLAS)
@@ -151,7 +154,6 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
         yield name, partial(measured, name)
     yield "grid", partial(of_file, "grid", grid_report.table)
     yield "playbook", playbook.table
-    yield "playbook, measured", partial(of_file, "grid", playbook.measured)
     yield "grid headline", partial(of_file, "grid", playbook.headline)
     yield "time_to_loss", partial(of_file, "time_to_loss", time_to_loss_report.table)
     yield "headline", headline

@@ -12,14 +12,12 @@ from benchmarks.atlas.methods import CORE, H
 from benchmarks.atlas.paired import difference
 from benchmarks.atlas.summary import BASE, Row, by_seed, chosen_rate, runs, two_digits
 from benchmarks.atlas.tasks import TASKS
+from benchmarks.measure import markdown
 
 RATE_TASKS = ("language model", "fine-tuning", "digits")
 """Tasks on which rates are compared."""
 
 COUNTERPARTS = (
-    ("adamw, int8", "adamw"),
-    ("adamw, fp8", "adamw"),
-    ("adamw, int4", "adamw"),
     ("muon, int8", "muon"),
     ("dion", "muon"),
     ("muloco, 2 bits", "muon"),
@@ -35,16 +33,11 @@ COUNTERPARTS = (
 def counterparts(rows: Sequence[Row]) -> str:
     """Return how far the losses of methods are from those of what they are to be compared with, paired by seed."""
     tasks = RATE_TASKS[:2]
-    head = ["method", "compared with", *(part for task in tasks for part in (task, "which is"))]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines = []
     for pair in COUNTERPARTS:
-        cells = [*pair]
-        for task in tasks:
-            own, other = (by_seed(shown(rows, task, method), "loss") for method in pair)
-            gap = difference(own, other)
-            cells += ["", ""] if gap is None else [str(gap), gap.verdict]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        gaps = [difference(*(by_seed(shown(rows, task, method), "loss") for method in pair)) for task in tasks]
+        lines.append([*pair, *("" if gap is None else gap.bold() for gap in gaps)])
+    return markdown(" | ".join(["method", "compared with", *tasks]), lines)
 
 
 def shown(rows: Sequence[Row], task: str, method: str) -> list[Row]:

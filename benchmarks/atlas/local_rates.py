@@ -105,7 +105,7 @@ def missing(rows: Sequence[Row], task: str, method: str) -> list[Run]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return what defaults lose to tuned rates, paired by seed; then how far each rate is from the best, one seed."""
+    """Return what defaults lose to tuned rates, paired by seed."""
     lines = []
     for method in START:
         default = first_hour.default_rate(method)
@@ -119,7 +119,7 @@ def table(rows: Sequence[Row]) -> str:
             line.append("chosen" if lr == default else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
     head = ["method", "default rate", *(x for task in TASKS for x in (f"{task}, tuned", "default"))]
-    return f"{markdown(' | '.join(head), lines)}\n\n{defaults(rows)}\n\n{tried(rows)}"
+    return markdown(" | ".join(head), lines)
 
 
 def defaults(rows: Sequence[Row]) -> str:
@@ -182,7 +182,7 @@ def main() -> None:
                     rows += train(group, task)
                     atlas.write(args.json, rows)
                     bar.update()
-    print(table(rows))
+    print(table(rows), defaults(rows), tried(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

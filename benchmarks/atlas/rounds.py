@@ -23,6 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -305,40 +306,47 @@ def beside_exact(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return what each cell chose, and how far the others' losses are from that on fresh seeds."""
+    """Return what each cell chose, and how far the others' losses are from that on fresh seeds.
+
+    In all cells of the grid `rounds=` is the default, so that one column says both.
+    """
     lines = []
-    on_cpu = [row for row in rows if row.get("device", "cpu") == "cpu"]
     on_gpu = {cell_of(row) for row in rows if row.get("device") == "cuda"}
     # Another version of Python there has another text, so that a cell is of one device.
     rows = [row for row in rows if (row.get("device") == "cuda") == (cell_of(row) in on_gpu)]
-    for cell in (cell for method in RULES for cell in cells(method)):
-        if (best := chosen(rows, cell)) is None:
-            continue
-        compared = contenders(rows, cell)
-        base = losses(rows, cell, best, "loss")
-        base = {seed: base[seed] for seed in SEEDS if seed in base}
-        line = [*map(str, cell), f"{best[0]:g} / {best[1]:g}", f"{statistics.fmean(base.values()):.3f}" if base else ""]
-        for setting in list(compared.values())[1:]:
-            gap = difference(losses(rows, cell, setting, "loss"), base)
-            line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
+    for method, n, h in product(RULES, ROUNDS, LENGTHS):
+        line = [method, str(n), str(h)]
+        for cell in (Cell(method, n, h, workers) for workers in WORKERS):
+            if (best := chosen(rows, cell)) is None:
+                line += [""] * 3
+                continue
+            compared = contenders(rows, cell)
+            base = losses(rows, cell, best, "loss")
+            base = {seed: base[seed] for seed in SEEDS if seed in base}
+            line.append(f"{statistics.fmean(base.values()):.3f} at {best[0]:g} / {best[1]:g}" if base else "")
+            for setting in (compared["`rounds=`"], compared["paper"]):
+                gap = difference(losses(rows, cell, setting, "loss"), base)
+                line.append("chosen" if setting == best else "" if gap is None else f"{gap:.3f}")
         lines.append(line)
-    names = ["method", "rounds", "H", "workers", "tuned", "its loss", "`rounds=`", "default", "the paper's"]
-    return "\n\n".join([markdown(" | ".join(names), lines), tried(rows), longer(on_cpu), beside_exact(on_cpu)])
+    of = (x for n in WORKERS for x in (f"{n} workers, tuned", "default", "the paper's"))
+    return markdown(" | ".join(["method", "rounds", "H", *of]), lines)
 
 
 def tried(rows: Sequence[Row]) -> str:
     """Return how far each outer rate and momentum is from the best of its cell, where they are chosen."""
-    own = [(row["outer_lr"], row["outer_momentum"]) for row in rows if row["rounds"] in ROUNDS]
-    settings = list(dict.fromkeys((*SETTINGS, *own)))
     lines = []
-    for cell in (cell for method in RULES for cell in cells(method)):
-        found = {s: losses(rows, cell, s, "tuning") for s in settings}
-        means = {s: statistics.fmean(x[seed] for seed in CHOOSING) for s, x in found.items() if {*CHOOSING} <= x.keys()}
-        if means:
-            best = min(x for x in means.values() if math.isfinite(x))
-            lines.append([*map(str, cell), *(f"{means[s] - best:.3f}" if s in means else "" for s in settings)])
-    names = ["method", "rounds", "H", "workers", *(f"{s[0]:.3g} / {s[1]:.2g}" for s in settings)]
-    return markdown(" | ".join(names), lines)
+    for setting in SETTINGS:
+        line = [f"{setting[0]:g} and {setting[1]:g}"]
+        for method in RULES:
+            gaps = []
+            for cell in cells(method):
+                found = {s: losses(rows, cell, s, "tuning") for s in SETTINGS}
+                means = {s: statistics.fmean(x[seed] for seed in CHOOSING) for s, x in found.items()}
+                gaps.append(means[setting] - min(x for x in means.values() if math.isfinite(x)))
+            line += [f"{max(gaps):.3f}", f"{statistics.fmean(gaps):.3f}"]
+        lines.append(line)
+    head = ["outer rate and momentum", *(f"{name}, {x}" for name in RULES for x in ("at worst", "on average"))]
+    return markdown(" | ".join(head), lines)
 
 
 def longer(rows: Sequence[Row]) -> str:
@@ -401,7 +409,7 @@ def main() -> None:
                 break
             rows += train(group, device=args.device)
             atlas.write(args.json, rows)
-    print(table(rows))
+    print(table(rows), longer(rows), beside_exact(rows), sep="\n\n")
 
 
 if __name__ == "__main__":

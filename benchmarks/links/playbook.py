@@ -1,4 +1,4 @@
-"""Tables of docs/choosing.md: what to take for a link, a model and a step, predicted, and what the grid measured.
+"""Tables of docs/choosing.md: what to take for a link, a model and a step, predicted, and one step of the grid.
 
 `report.py` writes them into the page.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.links import grid_report
-from benchmarks.links.grid_methods import DDP, GPT2, NONE
+from benchmarks.links.grid_methods import DDP
 from benchmarks.measure import markdown
 from fn.planner import traffic
 from fn.planner.efficiency import over_tcp
@@ -92,22 +92,6 @@ def table() -> str:
     return "\n\n".join(parts)
 
 
-MEASURED = (NONE, DDP, "DDP bf16", "int4 gradients", "1-bit Adam, overlapped", "DiLoCo, int8", "DiLoCo, int8, late")
-"""Methods of the grid that the page shows."""
-
-
-def measured(result: dict[str, Any]) -> str:
-    """Return the grid's seconds a step of the methods that the page names, of the whole model."""
-    every = [cell for cell in grid_report.cells(result) if cell.step.size == GPT2]
-    lines = []
-    for ranks, rate in dict.fromkeys((cell.ranks, cell.rate) for cell in every):
-        here = {c.step.method: c.step.seconds for c in every if (c.ranks, c.rate) == (ranks, rate)}
-        here[NONE] = next(c.alone.seconds for c in every if (c.ranks, c.rate) == (ranks, rate))
-        cells = [f"{here[name]:.3g}" if name in here else "" for name in MEASURED]
-        lines.append([f"{ranks} machines, {rate}", *cells])
-    return markdown(" | ".join(["seconds a step", *MEASURED]), lines)
-
-
 SHOWN = "200 Mbit/s"
 """The link of a sentence."""
 
@@ -116,7 +100,8 @@ def headline(result: dict[str, Any]) -> str:
     """Return the sentence of the page: seconds a step on one of the grid's links."""
     here = {cell.step.method: cell for cell in grid_report.cells(result) if (cell.ranks, cell.rate) == (2, SHOWN)}
     ddp, half, four, one, late = (
-        f"{here[name].step.seconds:.2g}" for name in (DDP, "DDP bf16", "int4 gradients", MEASURED[4], MEASURED[6])
+        f"{here[name].step.seconds:.2g}"
+        for name in (DDP, "DDP bf16", "int4 gradients", "1-bit Adam, overlapped", "DiLoCo, int8, late")
     )
     alone = f"{here[DDP].alone.seconds:.2g}"
     return (

@@ -7,17 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from registry import OPTIMIZERS, OTHERS
 
 import fn
-from benchmarks.atlas import picture, runs
+from benchmarks.atlas import runs
 from benchmarks.atlas.methods import METHODS, H
 from benchmarks.atlas.paired import rate_at
 from benchmarks.atlas.summary import chosen_rate, missing_runs, rates_to_try, summary, table
 from benchmarks.atlas.tasks import TASKS
-from benchmarks.atlas.train import Run, train
+from benchmarks.atlas.train import Run
 from fn.planner.methods import methods
 from fn.planner.network import Cost, network
 from fn.planner.predict import plan
@@ -62,14 +60,6 @@ def test_what_is_reported_chooses_no_rate() -> None:
     assert summary(tried(2.2, 2.1, 2.0, 2.3), "language model", 4, 400) == []
 
 
-def test_it_goes_on_where_it_stopped() -> None:
-    first = list(runs.wanted([], "language model", "adamw"))
-    assert [run.lr for run in first] == [rate("adamw", place) for place in (-1, 0, 1)]
-    then = list(runs.wanted(tried(2.2, 2.0, 2.1), "language model", "adamw"))
-    assert {(run.workers, run.seed, run.lr) for run in then} == {(8, s, rate("adamw", 0)) for s in (1, 2, 3)}
-    assert list(runs.wanted([], "digits", "muon")) == []
-
-
 def seeds(method: str, *losses: float | None) -> list[dict[str, Any]]:
     return [row(method, rate(method, 0), loss, seed) for seed, loss in enumerate(losses, 1)]
 
@@ -87,14 +77,6 @@ def test_differences_are_paired_by_seed_and_carry_their_interval() -> None:
 def test_a_method_that_diverged_on_a_seed_has_no_mean() -> None:
     (bad,) = summary(seeds("adamw", 2.0, None), "language model", 4, 400)
     assert "| diverged on a seed |" in table([bad])
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
-def test_the_front_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
-    found = picture.front(points)
-    beaten = {p for p in points for q in points if q != p and q[0] <= p[0] and q[1] <= p[1]}
-    assert set(found) == set(points) - beaten
-    assert found == sorted(set(found))
 
 
 def test_rows_of_other_lengths_are_not_mixed() -> None:
@@ -115,13 +97,6 @@ def test_every_run_ends_with_all_ranks_alike() -> None:
     for steps in (*(task.steps for task in TASKS.values()), runs.QUICK_STEPS):
         for name, method in METHODS.items():
             assert method.schedule(steps)(steps - 1) not in (fn.Phase.LOCAL, fn.Round()) or method.ends_apart, name
-
-
-def test_the_planner_knows_the_step_of_every_method() -> None:
-    plans = [picture.predicted(8, rate) for rate in (1e8, 1e11)]
-    for name, method in METHODS.items():
-        slow, fast = (picture.slowdown(name, made, 400) for made in plans)
-        assert 1 == fast == slow if method.alone else 1 <= fast < slow, name
 
 
 @pytest.mark.reliability
@@ -161,13 +136,3 @@ def test_the_committed_runs_are_complete(task: str) -> None:
     assert [row["method"] for row in shown] == [name for name in METHODS if task in METHODS[name].tasks]
     assert all(row["seeds"] == len(setting.seeds) for row in shown)
     assert missing_runs(rows, task) == 0
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if "digits" in method.tasks])
-def test_every_method_learns(name: str) -> None:
-    pytest.importorskip("sklearn")
-    task = TASKS["digits"].make()
-    found = train(Run("digits", name, 4, 1, 60 * METHODS[name].accumulate, METHODS[name].rate))
-    assert found["loss"] < task.score(task.params(1)).loss - 0.05
-    assert found["bytes"] > 0 or METHODS[name].alone

@@ -39,11 +39,3 @@ def test_the_search_comes_before_the_methods() -> None:
     wanted = first_hour.missing([], [("names", 32)], ["adamw", "muon"], 3)
     assert {run.method for run, _ in wanted} == {"adamw"}
     assert {run.seed for run, _ in wanted} == {first_hour.TUNED_ON}
-
-
-def test_both_tasks_are_learned() -> None:
-    pytest.importorskip("sklearn")
-    for name, setting in first_hour.TASKS.items():
-        task = setting.make(setting.batches[0])
-        run = first_hour.Run(name, "adamw", first_hour.WORKERS, 1, 60, 0.01)
-        assert first_hour.take(run, setting.batches[0])["loss"] < task.score(task.params(1)).loss - 0.1

@@ -10,8 +10,6 @@ import pytest
 from benchmarks import published
 from benchmarks.measure import ROOT
 from fn.__main__ import main
-from fn.planner.evidence import evidence, show_parts
-from fn.planner.recommend import EXACT_MUON, PICKS
 from fn.planner.units import show_seconds
 
 LINE = "plan --params 124e6 --world 8 --inter 1gbit --inter-latency 100us --compute 300ms --memory 4tbit --json {}"
@@ -43,13 +41,3 @@ def test_the_sentence_of_the_readme_is_the_command_s(planned):
     said = re.search(r"takes ([\d.]+ \w+) under DDP, [\d.]+ \w+ of it waiting, and ([\d.]+ \w+) with gradients", text)
     assert said
     assert said.groups() == (show_seconds(steps["adamw"]), show_seconds(steps["adamw, int4 gradients"]))
-
-
-def test_the_table_of_the_page_has_every_pick_at_every_size():
-    text = (ROOT / "docs" / "choosing.md").read_text()
-    for pick in (EXACT_MUON, *PICKS):
-        line = next(each for each in published.table().splitlines() if each.startswith(f"| {pick.name} |"))
-        assert line in text
-        for size, cell in zip(published.SIZES, line.strip("| ").split(" | ")[1:], strict=True):
-            known = evidence(pick.name, size, replicas=8, local_steps=30)
-            assert cell == (f"{show_parts(known.steps)}, {known.grade}" if known.steps else known.grade)

@@ -57,7 +57,7 @@ def test_the_outer_step_is_chosen_on_a_seed_and_split_that_the_table_does_not_sh
     shown = [row(seed, pair, 0.1, 3.0 + (pair != best)) for seed in rounds.SEEDS for pair in (best, (1.0, 0.3))]
     assert rounds.chosen(rows[:-1], cell) is None
     assert rounds.chosen([*shown, *rows], cell) == best
-    line = "| diloco | 8 | 8 | 4 | 1 / 0 | 3.000 | +1.000 ± 0.000 | +1.000 ± 0.000 |  |"
+    line = "| diloco | 8 | 8 | 3.000 at 1 / 0 | +1.000 ± 0.000 |  |  |  |  |"
     assert line in rounds.table([*rows, *shown])
     assert all(math.isnan(x) for x in rounds.losses(rows, cell, (0.7, 0.9), "tuning").values())
 
@@ -95,14 +95,6 @@ def test_more_momentum_in_longer_runs_was_not_better() -> None:
         assert by_seed
         for seed, loss in rounds.losses(rows, cell, (round(more[0], 9), more[1]), "loss").items():
             assert by_seed[seed] < loss
-
-
-def test_runs_that_are_there_are_not_taken_again() -> None:
-    cell = CELL._replace(rounds=8, h=8, workers=4)
-    rows = [row(0, pair, 2.0, 2.0) for pair in rounds.SETTINGS[:3]]
-    (missing,) = rounds.groups(rows, [cell], fresh=False)
-    assert [run[-2:] for run in missing] == list(rounds.SETTINGS[3:])
-    assert not list(rounds.groups(rows, [cell], fresh=True))
 
 
 def test_muon_and_muloco_are_compared_at_rates_that_a_search_chose_for_each() -> None:

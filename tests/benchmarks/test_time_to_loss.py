@@ -1,4 +1,4 @@
-"""The time to a loss: where a curve reaches it, what is computed from timed steps, and a tiny run that goes on."""
+"""The time to a loss: where a curve reaches it, what is computed from timed steps, and a tiny run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ended, python
+from ranks import python
 
 from benchmarks.links import time_to_loss_report as report
 from benchmarks.links.time_to_loss_rank import BASE, EXACT, METHODS
@@ -17,11 +17,7 @@ from benchmarks.measure import machine
 ROOT = Path(__file__).parents[2]
 
 SMALL = ("--tiny", "--loopback", "--ranks", "2", "--steps", "60", "--looks", "20", "--short", "12")
-ONEBIT, DILOCO, LONGER = "1-bit Adam", "DiLoCo, int8, late", "DiLoCo, 3 x the steps"
-
-
-def run(*arguments: str) -> Ended:
-    return python("-m", "benchmarks.links.time_to_loss", *SMALL, *arguments, cwd=ROOT)
+ONEBIT, SOME = "1-bit Adam", (BASE, "DiLoCo, int8, late", "DiLoCo, 3 x the steps")
 
 
 def about() -> dict[str, Any]:
@@ -68,44 +64,15 @@ def test_differences_are_of_the_same_seeds() -> None:
 
 
 @pytest.mark.reliability
-def test_without_a_rate_it_asks_for_the_search(tmp_path: Path) -> None:
-    ended = run("--json", str(tmp_path / "x.json"))
-    assert ended.returncode == 1
-    assert "--tune" in ended.stderr
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("time_to_loss")
-    ended = run("--untuned", "--only", DILOCO, BASE, LONGER, "--json", str(out / "x.json"), "--png", str(out / "x.png"))
+def test_methods_train_and_are_drawn(tmp_path: Path) -> None:
+    out = ("--json", str(tmp_path / "x.json"), "--png", str(tmp_path / "x.png"))
+    ended = python("-m", "benchmarks.links.time_to_loss", *SMALL, "--untuned", "--only", *SOME, *out, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
-    return out
-
-
-@pytest.mark.reliability
-def test_methods_train_and_are_drawn(folder: Path) -> None:
-    found = json.loads((folder / "x.json").read_text())
-    for name in (BASE, DILOCO, LONGER):
+    found = json.loads((tmp_path / "x.json").read_text())
+    for name in SOME:
         seen = found["runs"][key(name, FULL)]["looks"]
         assert [look["step"] for look in seen] == [20 * i for i in range(1, 3 * METHODS[name].times + 1)]
         assert seen[-1]["loss"] < seen[0]["loss"]
         assert len(curve(found, name, "10 Mbit/s") or []) == len(seen)
-    assert [row.method for row in reached(found, "1 Gbit/s")] == [BASE, DILOCO, LONGER]
-    assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.reliability
-def test_what_has_run_does_not_run_again(folder: Path) -> None:
-    before = json.loads((folder / "x.json").read_text())
-    ended = run("--untuned", "--only", BASE, DILOCO, LONGER, "--json", str(folder / "x.json"))
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads((folder / "x.json").read_text()) == before
-
-
-@pytest.mark.reliability
-def test_a_run_without_a_clock_is_another_seed_of_the_same(folder: Path) -> None:
-    ended = run("--no-clock", "--untuned", "--only", BASE, "--seeds", "1", "--json", str(folder / "x.json"))
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads((folder / "x.json").read_text())
-    clocked, other = found["runs"][key(BASE, FULL)], found["seeds"][key(BASE, "seed 1")]
-    assert other["looks"][-1]["loss"] == pytest.approx(clocked["looks"][-1]["loss"], rel=1e-3)
+    assert [row.method for row in reached(found, "1 Gbit/s")] == [*SOME]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
