@@ -138,7 +138,7 @@ def _sized(arguments: argparse.Namespace, params: int, width: int | None = None)
 
 
 def _assumed(arguments: argparse.Namespace, model: traffic.Model) -> str:
-    """Return what is said of a model of which only the number of parameters is known."""
+    """Return what is said of a model that is known by its number of parameters alone."""
     found, given = gpt(model.params, arguments.hidden_share), arguments.hidden_share is not None
     shapes = f"{found}" if arguments.tensors is None else f"{arguments.tensors:,} about equal squares"
     like = f", as of {found}" if arguments.tensors is not None and not given else ""

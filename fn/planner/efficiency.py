@@ -65,7 +65,7 @@ FULL = Efficiency((Point(1.0, 1.0, 1.0),), "no losses are counted")
 
 
 def transports() -> tuple[str, ...]:
-    """Return the transports of which something is published."""
+    """Return the transports whose efficiency is published."""
     return tuple(published()["links"]["transports"])
 
 

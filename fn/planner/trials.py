@@ -42,7 +42,7 @@ FEWEST, MOST, SECONDS = 5, 30, 1.0
 """Timed steps of each: as many as take about so many seconds in the script, within limits."""
 
 EVERY = 2
-"""Steps of a round here, half of which exchange: both kinds are timed by themselves."""
+"""Steps of a round here. One is local and one exchanges: both kinds are timed by themselves."""
 
 ROOM = 64
 """Bytes for each parameter that steps take at most: parameters, gradients and moments twice, buckets, errors, codes."""
@@ -207,7 +207,7 @@ class StandIn(nn.Module):
 
 
 def _held(x: Tensor, hidden: bool) -> nn.Module:
-    """Return a module with a parameter, of which `fn.labels_of` says the same as of the script's."""
+    """Return a module with a parameter that `fn.labels_of` labels as the script's."""
     if x.ndim == 2 and not hidden:
         return nn.Embedding(x.shape[0], x.shape[1], _weight=x)
     return nn.ParameterDict({"experts" if hidden and x.ndim > 2 else "weight": x})

@@ -43,7 +43,7 @@ def train(tx: Transform, schedule: Schedule = always_warm_up) -> Loss:
     Raises: TypeError or ValueError that names the argument.
     """
     check_is_transform("tx", tx)
-    noise = torch.randn(RANKS, 4, 3, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    noise = torch.randn(RANKS, 4, 3, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
     targets = noise[0] + 0.1 * noise  # little apart, or votes of three ranks would say nothing
 
     def run(target: Tensor) -> Tensor:

@@ -491,7 +491,7 @@ def _leaves_first(result: tuple[Tree, Tree]) -> tuple[list[Tensor], Tree]:
 
 
 def room_in(tensors: list[Tensor], others: list[Tensor]) -> list[list[Tensor]] | None:
-    """Return the tensors as an `out` of `elementwise`; None if they share memory with others.
+    """Return the tensors, which `elementwise` may write into; None if they share memory with others.
 
     None also in traces, where gradients are taken, and on a CPU: there results lie in memory that is used again.
     """

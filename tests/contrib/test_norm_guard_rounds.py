@@ -1,8 +1,7 @@
-"""Rounds with a guard behind `fn.Optimizer`: a rank that breaks is left out and named; tokens count beside norms."""
+"""Rounds with a guard behind `fn.Optimizer`: a rank that breaks is left out; tokens count beside norms."""
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -28,14 +27,10 @@ def build(**guard: Any) -> tuple[fn.Optimizer, torch.nn.Parameter]:
         return fn.Optimizer([param], make, schedule=fn.every(2), lr=0.1), param
 
 
-def train(opt: fn.Optimizer, param: torch.nn.Parameter, steps: int) -> list[str]:
-    """Take steps; return what was warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(steps):
-            param.grad = torch.full_like(param, 1.0 + dist.get_rank())
-            opt.step()
-    return [str(w.message) for w in caught]
+def train(opt: fn.Optimizer, param: torch.nn.Parameter, steps: int) -> None:
+    for _ in range(steps):
+        param.grad = torch.full_like(param, 1.0 + dist.get_rank())
+        opt.step()
 
 
 @two
@@ -44,35 +39,30 @@ def broken() -> dict[float, Any]:
     found = {}
     for bad in (float("inf"), 1e30):
         opt, param = build()
-        told, before = train(opt, param, 2), param.detach().clone()
-        for n in range(6):
+        train(opt, param, 2)
+        before = param.detach().clone()
+        for _ in range(6):
             if dist.get_rank() == 1:
                 with torch.no_grad():
                     param.data[2] = bad  # as a defect of the hardware writes, which torch does not count
-            told += [f"{n}: {text}" for text in train(opt, param, 2)]
+            train(opt, param, 2)
         rows = [torch.empty_like(param) for _ in range(2)]
         dist.all_gather(rows, param.detach())
-        later = train(opt, param, 4)
-        found[bad] = torch.equal(*rows), bool(rows[0].isfinite().all()), not torch.equal(before, rows[0]), told, later
-        found[bad] = *found[bad], opt.skipped
+        (first,), (number,) = (tree.fields(opt.states, name) for name in ("first", "number"))
+        agreed = torch.equal(*rows), bool(rows[0].isfinite().all()), not torch.equal(before, rows[0])
+        found[bad] = *agreed, int(first), int(number), opt.skipped
     return found
 
 
 @pytest.mark.parametrize("bad", [float("inf"), 1e30])
-def test_a_rank_that_sends_rubbish_is_left_out_and_named_and_the_others_go_on(bad):
-    for rank, found in enumerate(two.answer("broken")):
-        agree, finite, moved, told, later, skipped = found[bad]
+def test_a_rank_that_sends_rubbish_is_left_out_and_the_others_go_on(bad):
+    for found in two.answer("broken"):
+        agree, finite, moved, first, number, skipped = found[bad]
         assert agree
         assert finite
         assert moved
         assert skipped == 0
-        assert later == []
-        wanted = "exchanges: the difference of rank 1 was left out of fragment 0's mean"
-        assert [text.partition(wanted)[1] != "" for text in told] == ([True, True] if rank == 0 else [])
-        if rank == 0:
-            assert told[0].startswith("0: ")
-            assert told[1].startswith("4: ")
-            assert "the last 5 times: its norm is an outlier" in told[1]
+        assert (first, number) == (1, 1)
 
 
 @two

@@ -277,7 +277,7 @@ def test_a_state_of_another_world_is_refused_and_nothing_moves():
 def test_a_sharded_second_moment_does_not_decide_when_to_freeze():
     """Ranks would decide differently."""
     p = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"schedule: expected .* all ranks hold, .* of its shards or of the tensors"):
+    with pytest.raises(ValueError, match=r"schedule: expected .* all ranks hold, .* divided among ranks, in shards"):
         fn.Optimizer([p], partial(fn.loco_adamw, axis="data"), schedule=fn.freeze_when_stable())
 
 
