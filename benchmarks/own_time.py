@@ -50,7 +50,8 @@ SIDE, TENSORS, WARM = 4, (8, 72), 5
 
 def step(name: str | None, tensors: int, work: Work) -> Callable[[], None]:
     """Return a step of a method, None for AdamW alone."""
-    model: Any = StandIn([torch.zeros(SIDE, SIDE), torch.zeros(SIDE)] * (tensors // 2), 1e-9, work)
+    pairs = tensors // 2
+    model: Any = StandIn([torch.zeros(SIDE, SIDE), torch.zeros(SIDE)] * pairs, [True, False] * pairs, 1e-9, work)
     under_ddp, code = CODES[name] if name else (False, "")
     if under_ddp:
         model = DistributedDataParallel(model)

@@ -335,7 +335,7 @@ def sharded(
                 pieces = as_inner(structure, owned)
                 given = handed_down(state.inner, rests, index, pieces)
                 moves, inside = move(as_inner(structure, shards), given, pieces)
-                inside = taken_back(inside, given, state.inner)
+                inside = taken_back(inside, given, state.inner, rests)
                 # A NaN is gathered with the shard, so that the guard around this skips on all ranks.
                 moves, inside = show_failures(as_updates(moves, pieces), state.inner, inside)
             moved_leaves: dict[int, Tensor] = {}
@@ -423,12 +423,12 @@ def handed_down(inner: Tree, rests: list[Tensor | None], index: Tensor, pieces: 
     return roles.replace(inner, "rested", counts)
 
 
-def taken_back(after: Tree, given: Tree, before: Tree) -> Tree:
+def taken_back(after: Tree, given: Tree, before: Tree, rests: list[Tensor | None]) -> Tree:
     """Return the inner state after an update with its own counts, one for each vector, and what it added to them.
 
-    Args: given: what `handed_down` made of the state before.
+    Args: given: what `handed_down` made of the state before. rests: as for that.
     """
-    if given is before:
+    if rests.count(None) == len(rests):
         return after
     counts = zip(*(roles.find(inner, "rested") for inner in (given, before)), strict=True)
 
