@@ -113,7 +113,9 @@ def _python(arguments: tuple[str, ...], cwd: Path | None, env: dict[str, str], o
         elif flag == "-m":
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(flag, run_name="__main__")
+            # What the script leaves is kept till the process ends: where DDP's reducer goes, torch (2.13) waits for the
+            # threads of gloo with the interpreter's lock held, and one may need that to let its last message go.
+            left = runpy.run_path(flag, run_name="__main__")  # noqa: F841
     except SystemExit as ended:
         code = ended.code
         if isinstance(code, str):
