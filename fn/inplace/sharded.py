@@ -22,7 +22,7 @@ from fn.inplace.adam import Ages, count_step
 from fn.inplace.links import NO_EPS, MatchedChain, descent_of
 from fn.inplace.match import register
 from fn.inplace.memory import successor
-from fn.inplace.protocol import InPlace, Staged, has_kernel
+from fn.inplace.protocol import InPlace, Staged, has_kernel, number
 from fn.kernels import memory_pool
 from fn.kernels.reference.steps import is_normal
 from fn.kernels.table import direct
@@ -39,6 +39,7 @@ from fn.transforms.sharded import (
     reduce_to_rows,
     refreshed,
     shard_of,
+    zero_on_all,
 )
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -90,10 +91,17 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
-        # The counts of tensors, which share vectors: usually they are alike, and so are all decays.
-        decays = ages.decays(moments._replace(rested=inside.rested), h.b1, h.b2 if isinstance(h, Adam) else 0.0)
         numbers = h.eps, behind.weight_decay, behind.rate, max_step, frozen
         mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
+        counted, counts = moments._replace(rested=inside.rested), tree.leaves(inside.rested)
+        latest = int(number(moments.ages[-1])) - 1 if counts and not frozen else -1
+        if latest >= 0 and latest in ages.rested(counted):
+            zero = zero_on_all([*zip(plan, nus, strict=True)], [n == latest for n in counts], index, rules.axis)
+            # The kernel takes numbers, so here a device is waited for: in the second step, and while a tensor waits.
+            rests = torch.stack(zero).tolist()
+            counted = counted._replace(rested=[n + 1 if x else n for n, x in zip(counts, rests, strict=True)])
+        # The counts of tensors, which share vectors: usually they are alike, and so are all decays.
+        decays = ages.decays(counted, h.b1, h.b2 if isinstance(h, Adam) else 0.0)
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
             of_tensors = [decays[i] for i in bucket.leaf_indices] if len(decays) > 1 else decays
             # the momentum that travels is the inner's, and decays alike
@@ -127,6 +135,9 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         renew = successor(olds, ([s.new[1] for s in steps], squares, masters, [s.kept for s in steps]))
 
         def commit() -> None:
+            for count, new in zip(counts, tree.leaves(counted.rested), strict=True):
+                if new is not count:
+                    count.copy_(new)
             count_step(moments, frozen=frozen)
             for step in steps:
                 layouts.split_into([leaves[i] for i in step.bucket.leaf_indices], step.whole, step.bucket)

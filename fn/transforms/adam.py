@@ -291,7 +291,7 @@ def started(state: Any) -> Any:
     if any(x.ndim for x in counts):  # of elements, see `by_tensor`
         waits = {i: ~nus[i].any() & (leaves[i] == age - 1) for i in places}
         new = {i: torch.where(waits[i], age, leaves[i]) for i in places}
-    elif _is_on_host(age, *counts, *nus):
+    elif are_on_host(age, *counts, *nus):
         latest = int(age) - 1
         late = [i for i in places if int(leaves[i]) == latest and not nus[i].any()] if latest >= 0 else []
         new = {i: torch.full_like(age, latest + 1) for i in late}
@@ -335,7 +335,7 @@ def common(counts: Sequence[Tensor]) -> int | None:
         return 0
     if any(x.ndim for x in counts):
         return None
-    if _is_on_host(*counts):
+    if are_on_host(*counts):
         found = {int(x) for x in counts}
         return found.pop() if len(found) == 1 else None
     if _never_rested.known(counts[0]):
@@ -344,7 +344,8 @@ def common(counts: Sequence[Tensor]) -> int | None:
     return None
 
 
-def _is_on_host(*tensors: Tensor) -> bool:
+def are_on_host(*tensors: Tensor) -> bool:
+    """Return whether the host reads all these without a wait for a device."""
     return all(x.device.type == "cpu" for x in tensors) and is_concrete(*tensors)
 
 

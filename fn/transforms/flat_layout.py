@@ -272,6 +272,20 @@ def spread(numbers: Sequence[Tensor], bucket: Bucket) -> Tensor:
     return torch.cat([x.expand(n) for x, n in zip(numbers, lengths, strict=True)]).view(rows, width)
 
 
+def nonzero(row: Tensor, bucket: Bucket, index: int | Tensor) -> Tensor:
+    """Return for each tensor whether its part of a row (n / W,) has a number other than zero, (S,) bool.
+
+    Args: index: of the row; 0-d in a trace or under vmap.
+    """
+    if isinstance(index, int):
+        return torch.stack([x.any() for x in row.split(cuts(bucket, index))])
+    # The ends of the parts in all rows, (W, S + 1) -> in this one, (S + 1,)
+    ends = torch.tensor([[0, *accumulate(cuts(bucket, r))] for r in range(bucket.segments.valid.shape[0])])
+    ends = ends.to(row.device).index_select(0, index.to(row.device).view(1)).view(-1)
+    up_to = F.pad((row != 0).cumsum(0), (1, 0))  # (n / W + 1,)
+    return up_to.gather(0, ends).diff() > 0
+
+
 def restore(structure: Any, leaf_at: dict[int, Tensor]) -> Tree:
     """Return the tree of leaves that were made bucket by bucket. leaf_at: place -> leaf."""
     return tree.unflatten(structure, [leaf_at[i] for i in range(len(leaf_at))])

@@ -51,14 +51,15 @@ from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, com
 from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
-from fn.collectives.primitives import all_gather
+from fn.collectives.primitives import all_gather, psum
+from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
 from fn.facts import Facts, merged
 from fn.kernels import flags, memory_pool, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
-from fn.transforms.adam import common, share, start_rested
+from fn.transforms.adam import are_on_host, common, share, start_rested
 from fn.transforms.flat_layout import Bucket, end_to_end, join, split
 from fn.transforms.leafwise import apply
 from fn.transforms.resharding import Notes, Reshape, bucket_of, errors_reshape, in_parts, reshapes, shards_reshape
@@ -209,8 +210,10 @@ def sharded(
     on the wire, with sums in float32.
 
     A tensor that an adapter leaves out of a step, see `fn.Optimizer`, keeps its part of all vectors, and has an age of
-    its own from then on. One whose mean gradient is zero ages with the others of its vector, also before its first
-    gradient: a rank has a piece of the mean, and no message tells it whether the other pieces are zero.
+    its own from then on. Where inner corrects its moments, the age of a tensor begins with the first step in which its
+    mean gradient is not zero throughout. A rank has a piece of the mean only, so all ask each other: in the second
+    step, and then while there are tensors that never had a gradient. In a trace, and purely on a device, where nobody
+    waits for the answer, they ask in each step.
 
     Args:
         inner: what updates the shard. It must not communicate over `axis`, on which every rank has another shard, and
@@ -313,6 +316,9 @@ def sharded(
             plan, index = rules.arrange(leaves), axis_index(axis)
             check_shards(state, plan, index)
             tree.check_updates(updates, params)
+            if phase not in inner.needs_warmup:  # which would go on from second moments as they are
+                suffixes = tree.paths(params) if layout == "per_tensor" else [str(b) for b in range(len(plan))]
+                state = started(state, plan, suffixes, index, axis)
             grads = tree.leaves(tree.in_order(updates, params, "updates"))
             rests, ages = rests_of(state, plan), roles.find(state.inner, "ages")
             shards, kept, owned = [], [], []
@@ -390,6 +396,50 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
         return fresh._replace(inner=inner, master=master, momentum=momentum, rested=rested, errors=errors)
 
     return in_parts(parts, together)
+
+
+def started(
+    state: ShardedState, plan: list[Bucket], suffixes: Sequence[str], index: Tensor, axis: AxisNames
+) -> ShardedState:
+    """Return the state before an update, in which tensors that never had a mean gradient have sat out all before it.
+
+    Only tensors that had none before the latest update are asked. Args: suffixes: as for `bucket_of`.
+    """
+    counts, structure = tree.flatten(state.rested)
+    nodes = [node for node in tree.named_tuples(state.inner) if roles.find(node, "ages")]
+    for node in nodes:
+        check_state(node, type(node))
+    ages = [*filter(None, roles.find(nodes, "ages"))]
+    if not counts or not ages:
+        return state
+    age = replicated_if_equal(ages[0][-1], axis)
+    if are_on_host(age, *counts) and (int(age) == 0 or all(int(n) != int(age) - 1 for n in counts)):
+        return state
+    squares = []
+    for path, x in tree.by_path(roles.find(nodes, "second_moment")).items():
+        if bucket := bucket_of(path, x, suffixes, plan):
+            squares.append((bucket, x))
+    zero = zero_on_all(squares, [n == age - 1 for n in counts], index, axis)
+    news = [n + rests.to(n.device) for n, rests in zip(counts, zero, strict=True)]
+    return state._replace(rested=tree.unflatten(structure, news))
+
+
+def zero_on_all(
+    vectors: Sequence[tuple[Bucket, Tensor]], asked: Sequence[Tensor], index: Tensor, axis: AxisNames
+) -> list[Tensor]:
+    """Return of leaves that are asked whether all ranks' parts are zero, 0-d bool each; false of others.
+
+    Ranks tell each other in one message, of four bytes a leaf. Args: vectors: this rank's rows, (n / W,). asked: 0-d
+    bool for each leaf.
+    """
+    here: dict[int, Tensor] = {}
+    for bucket, x in vectors:
+        row = int(index) if is_concrete(index, x) else index
+        here.update(zip(bucket.leaf_indices, (~layouts.nonzero(x, bucket, row)).unbind(), strict=True))
+    nowhere = torch.zeros((), dtype=torch.bool)
+    # S of () -> (S,)
+    flags = torch.stack([x & here.get(i, nowhere).to(x.device) for i, x in enumerate(asked)])
+    return [*(psum(flags.int(), axis) == axis_size(axis)).unbind()]
 
 
 def rests_of(state: ShardedState, plan: list[Bucket]) -> list[Tensor | None]:
