@@ -84,7 +84,7 @@ def floor(module: str) -> int:
     """Return the floor of a module, that of its package if it has none of its own."""
     name = module
     while name not in FLOORS or (name == "fn" and module != "fn"):
-        assert "." in name, f"{module} is on no floor: add it to FLOORS, and to the map of the house"
+        assert "." in name, f"{module} is on no floor: add it to FLOORS, and to README's source layout"
         name = name.rpartition(".")[0]
     return FLOORS[name]
 
