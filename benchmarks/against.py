@@ -6,7 +6,8 @@ Ten times a process of either commit is started, both on one core. They take tur
 steps' ratios is the figure of these two processes: where memory lies, and so what it costs, is another in every one.
 The interval is that of the ten figures (95 %, Student's t, of their logarithms). The steps are those of `step.py`, of
 one rank of two, communication apart: of ten million parameters in 150 tensors, and exchanges of DiLoCo, each with its
-local step, of ten million parameters in ten tensors, and of 150 tensors of 16 elements.
+local step, of ten million parameters in ten tensors, and of 150 tensors of 16 elements. Those of Muon's family are of
+one million parameters in 16 matrices, of which a rank owns a half.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ STEPS = (
     "1-bit Adam compressed, lazy errors",
     "DiLoCo, an exchange of 10 tensors",
     "DiLoCo, an exchange of 150 tiny tensors",
+    "AdamW on a mean in int4",
+    "LoCo on shards",
+    "1-bit Adam on shards",
+    "Muon",
+    "NorMuon",
+    "sign_muon",
 )
 
 
@@ -46,8 +53,19 @@ def serve() -> None:
     onebit, diloco = (partial(make, axis="data") for make in (fn.onebit_adam, fn.diloco))
     lazy = partial(onebit, feedback=fn.classic(lazy=True))
     warm_up, compressed, exchange = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Round(0, 0)
+    square = [(256, 256)] * 16
+    loco, shards, muon, normuon, votes = (
+        partial(make, axis="data")
+        for make in (fn.loco_adamw, fn.sharded_onebit_adam, fn.muon, fn.normuon, fn.sign_muon)
+    )
+
+    def int4(lr: Any) -> fn.Transform:
+        mean = fn.average("data"), fn.compressed_average("data", fn.int4(), fn.damped())
+        return fn.chain(*mean, fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+
     cases = [(many, fn.adamw, warm_up), (many, onebit, compressed), (many, lazy, compressed), (few, diloco, exchange),
-             (tiny, diloco, exchange)]  # fmt: skip
+             (tiny, diloco, exchange), (many, int4, compressed), (many, loco, compressed), (many, shards, compressed),
+             (square, muon, warm_up), (square, normuon, warm_up), (square, votes, compressed)]  # fmt: skip
     steps = {}
     for name, (shapes, make, phase) in zip(STEPS, cases, strict=True):
         torch.manual_seed(0)
