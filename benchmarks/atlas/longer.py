@@ -166,12 +166,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def taken(run: Run) -> Row:
     """Train a run."""
-    return {**train(run, method=made(run.method)), "commit": commit()}
+    return train(run, method=made(run.method))
 
 
 def take(path: Path, jobs: int, hours: float) -> None:
     """Take the runs that are missing, and write each as soon as it is there."""
-    rows, end = atlas.read(path), time.monotonic() + 3600 * hours
+    # Its processes keep the code with which they began, whatever is written meanwhile.
+    rows, end, code = atlas.read(path), time.monotonic() + 3600 * hours, commit()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, tqdm(desc="runs") as bar:
         going: dict[Future[Row], Run] = {}
         while True:
@@ -183,7 +184,7 @@ def take(path: Path, jobs: int, hours: float) -> None:
                 return
             for future in wait(going, return_when=FIRST_COMPLETED).done:
                 del going[future]
-                rows.append(future.result())
+                rows.append({**future.result(), "commit": code})
                 atlas.write(path, rows)
                 bar.update()
 

@@ -9,7 +9,7 @@ might end below AdamW's longest run is compared by a run of half the steps. Rate
 Between sites no step is exact: there rounds begin with the first step, unlike those of the atlas.
 
 Runs that the file holds are not taken again, so the script may be stopped and started. `--package` writes the ratios to
-where `python -m fn plan` finds them.
+where `python -m fn plan` finds them; those of methods that `longer` has measured are of its longest runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SEEDS = (21, 22, 23, 24, 25)
 LENGTHS = tuple(round(share * STEPS) for share in (0.5, 0.7, 1, 1.4, 2))
 """Steps of AdamW's runs."""
 
-PACKAGE = ROOT / "fn" / "planner" / "same_loss.json"
+PACKAGE, LONGER = ROOT / "fn" / "planner" / "same_loss.json", ROOT / "benchmarks" / "results" / "longer.json"
 
 _muloco = METHODS["muloco, 2 bits"]
 COMPARED: dict[str, tuple[Method, str, int]] = {
@@ -132,19 +132,24 @@ def warm_up(method: Method, steps: int = 10**4) -> float:
 def package(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the planner reads: by method the ratio with its interval, and the warm-up that belongs to its run.
 
-    Seeds count whose runs are all there.
+    Seeds count whose runs are all there. A method that `longer` has measured has the ratio of its longest runs there.
     """
-    found = {}
+    from benchmarks.atlas import longer  # which imports this module
+
+    found, long = {}, atlas.read(LONGER)
     done = {(row["method"], row["seed"], row["steps"]) for row in rows}
     seeds = [s for s in SEEDS if all((run.method, run.seed, run.steps) in done for run, _ in wanted() if run.seed == s)]
     rows = [row for row in rows if row["seed"] in seeds and row["method"] in {BASE, *COMPARED}]
     for name, (method, _, steps) in COMPARED.items():
-        ratio, low, high = (float(f"{x:.3g}") for x in interval(ratios(rows, name)))
+        values = ratios(rows, name)
+        if name in longer.STARTS:
+            values, steps = longer.ratios(long, name, longer.LENGTHS[-1]), longer.LENGTHS[-1]
+        ratio, low, high = (float(f"{x:.3g}") for x in interval(values))
         found[name] = {
-            "ratio": ratio, "interval": [low, high], "steps": steps,
+            "ratio": ratio, "interval": [low, high], "steps": steps, "seeds": len(values),
             "warm_up": warm_up(method), "warm_up_as": method.warm_up,
         }  # fmt: skip
-    measured = sorted({row["commit"] for row in rows})
+    measured = sorted({row["commit"] for row in [*rows, *long]})
     params = sum(p.numel() for p in TASKS[MAIN].make().params(0).values())
     return {
         "commit": ", ".join(measured), "model": f"the atlas's {MAIN}", "params": params, "steps": STEPS,
@@ -159,9 +164,10 @@ def table() -> str:
     for name, own in found["methods"].items():
         low, high = own["interval"]
         warm_up = f"{own['warm_up']:.0%}" if own["warm_up"] else ""
-        lines.append([name, f"{own['ratio']:.2f}", f"{low:.2f} – {high:.2f}", warm_up])
-    head = "method | its steps / AdamW's to the same loss | 95 % | warm-up"
-    facts = f"*Commit {found['commit']}; {len(found['seeds'])} seeds; {found['params']:,} parameters, 8 workers.*"
+        ratio = f"{own['ratio']:.2f}", f"{low:.2f} – {high:.2f}"
+        lines.append([name, *ratio, str(own["steps"]), str(own["seeds"]), warm_up])
+    head = "method | its steps / AdamW's to the same loss | 95 % | steps of its run | seeds | warm-up"
+    facts = f"*Commit {found['commit']}; {found['params']:,} parameters, 8 workers.*"
     return f"{markdown(head, lines)}\n\n{facts}"
 
 
