@@ -81,7 +81,7 @@ def write(
     filled["front"], filled["small"] = FRONT, SMALL
     filled["picks"] = [_known(pick, filled["params"], list(filled["nets"]), steps_ratio) for pick in PICKS]
     filled["exact"] = _known(EXACT_MUON, filled["params"], list(filled["nets"]), None)
-    template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("fn.tools").joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(filled, separators=(",", ":")).replace("</", "<\\/")  # "</script>" in a name would end the script
     return template.replace('"COEFFICIENTS"', text)
 
