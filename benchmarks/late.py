@@ -34,10 +34,11 @@ import fn
 from benchmarks.links import grid_methods, namespaces
 from benchmarks.links.grid_rank import Model, Rank, joined
 from benchmarks.measure import about, write
-from fn.planner import calibrate, traffic
+from fn.planner import traffic
 from fn.planner.methods import methods
 from fn.planner.network import Cost, network
 from fn.planner.predict import plan
+from fn.tools import calibrate
 
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9}
 SIZE = (2, 256)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measure import about, markdown, write
 from fn.planner.recommend import BASE, DDP, IMPORTS, PICKS
-from fn.planner.trials import StandIn, Work
+from fn.tools.trials import StandIn, Work
 
 BOUND = "with fn.bind(mesh): opt = fn.Optimizer(model.parameters(), partial({}), labels=fn.labels_of(model), "
 IN_CODES = "schedule=fn.freeze_after(0))"

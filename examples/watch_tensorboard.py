@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import fn
-from fn.adapters.metrics import StepMetrics, watch
+from fn.contrib.metrics import StepMetrics, watch
 
 MEASURES = (
     "bytes", "skipped", "dropped", "compression_error", "error_norm", "encode_seconds", "wire_seconds", "decode_seconds"

@@ -32,8 +32,8 @@ from fn.kernels.table import table
 OPTIONAL = {
     "numba": ("fused kernels on the CPU", "pip install numba"),
     "triton": ("fused kernels on CUDA, ROCm and XPU", "pip install triton"),
-    "cupy-cuda12x": ("kernels on CUDA 12", "pip install cupy-cuda12x"),
-    "cupy-cuda13x": ("kernels on CUDA 13", "pip install cupy-cuda13x"),
+    "cupy-cuda12x": ("sign packing on CUDA 12", "pip install cupy-cuda12x"),
+    "cupy-cuda13x": ("sign packing on CUDA 13", "pip install cupy-cuda13x"),
     "intel-extension-for-pytorch": ("XPU with torch 2.8; not needed later", "see the vendor's instructions"),
     "torch_npu": ("sign packing on Ascend NPUs", "see the vendor's instructions"),
     "mpi4py": ("ranks started by MPI", "pip install mpi4py"),
@@ -137,23 +137,23 @@ def _later(where: str) -> Callable[..., object]:
 COMMANDS: dict[str, tuple[str, Callable[..., object], Callable[..., object]]] = {
     "table": ("the versions found and the accelerator table", lambda parser: None, _show_table),
     "plan": ("what to take on a given network, and what each method costs there",
-             _later("fn.planner.command:add_arguments"), _later("fn.planner.command:run")),
+             _later("fn.tools.plan:add_arguments"), _later("fn.tools.plan:run")),
     "explain": ("which steps of an optimizer are taken in place, and why not", _declare_explain, _explain),
     "lighthouse": ("where islands of torchft find each other",
-                   _later("fn.adapters.torchft.command:add_lighthouse"),
-                   _later("fn.adapters.torchft.command:run_lighthouse")),
+                   _later("fn.tools.islands:add_lighthouse"),
+                   _later("fn.tools.islands:run_lighthouse")),
     "island": ("run a script as an island, started again if it fails",
-               _later("fn.adapters.torchft.command:add_island"), _later("fn.adapters.torchft.command:run_island")),
+               _later("fn.tools.islands:add_island"), _later("fn.tools.islands:run_island")),
     "doctor": ("whether this machine, and another one, are fit for ranks",
-               _later("fn.adapters.torchft.doctor:add_arguments"),
-               lambda *given: sys.exit(0 if _later("fn.adapters.torchft.doctor:run")(*given) else 1)),
+               _later("fn.tools.doctor:add_arguments"),
+               lambda *given: sys.exit(0 if _later("fn.tools.doctor:run")(*given) else 1)),
 }  # fmt: skip
 """Name -> help, what declares the arguments, and what runs with the parser and the flags."""
 
 
 def _picks() -> list[str]:
-    from fn.planner.command import LINE
     from fn.planner.recommend import IMPORTS, PICKS
+    from fn.tools.plan import LINE
 
     lines = [line for pick in PICKS for line in (f"  {pick.name}: {pick.when}", f"      {pick.code}")]
     head = ["what to take, and when, after", f"      {IMPORTS}"]

@@ -28,12 +28,12 @@ import fn.adapters.ddp
 import fn.adapters.deepspeed
 import fn.adapters.drift
 import fn.adapters.fsdp
-import fn.adapters.metrics
 import fn.adapters.torchft
 import fn.adapters.trainers.accelerate
 import fn.adapters.trainers.hf
 import fn.adapters.trainers.lightning
 import fn.contrib
+import fn.contrib.metrics
 import fn.kernels
 import fn.testing
 
@@ -189,6 +189,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.contrib.guarded": lambda: {"sync": MEAN, "guard": RULE},
     "fn.contrib.in_blocks": lambda: {"inner": ADAM, "blocks": 2},
     "fn.contrib.lion_muon": dict,
+    "fn.contrib.metrics.watch": lambda: {"optimizer": optimizer(), "callback": print},
     "fn.contrib.muon_bp": lambda: {"blocks": 2},
     "fn.contrib.nanochat": dict,
     "fn.contrib.no_loco": lambda: AXIS,
@@ -230,7 +231,6 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.adapters.deepspeed.quant_reduce": lambda: {"tensors": [torch.ones(8)], **HOPS},
     "fn.adapters.drift.check_drift": lambda: {"optimizer": optimizer(), "every": 2},
     "fn.adapters.fsdp.compress": lambda: {"module": net()},
-    "fn.adapters.metrics.watch": lambda: {"optimizer": optimizer(), "callback": print},
     "fn.adapters.torchft.optimizer": lambda: {
         "params": [nn.Parameter(torch.ones(2))],
         "make": fn.diloco,
@@ -312,12 +312,12 @@ def wrong(kinds: set[Any]) -> Iterator[Any]:
 NOT_CALLED = {
     "fn.Ledger": "made by fn.ledger",
     "fn.adapters.fsdp.Compressed": "made by compress",
-    "fn.adapters.metrics.Watch": "made by watch",
     "fn.adapters.trainers.accelerate.LocalSGD": "arguments of accelerate's class",
     "fn.adapters.trainers.accelerate.prepare": "arguments of accelerate's",
     "fn.adapters.trainers.hf.Callback": "a Trainer of transformers",
     "fn.adapters.trainers.hf.average_gradients": "a Trainer of transformers",
     "fn.adapters.trainers.lightning.FnStrategy": "arguments of Lightning's class",
+    "fn.contrib.metrics.Watch": "made by watch",
 }
 """Public names whose arguments other libraries judge."""
 
@@ -335,8 +335,8 @@ FAILS_LATER = {
 """Rows whose arguments are of the right kinds, and go wrong behind that, for there is no job here to call them in."""
 
 MODULES = [
-    fn, fn.contrib, fn.adapters, fn.adapters.checkpoint, fn.adapters.ddp, fn.adapters.deepspeed, fn.adapters.drift,
-    fn.adapters.fsdp, fn.adapters.metrics, fn.adapters.torchft, fn.adapters.trainers.accelerate,
+    fn, fn.contrib, fn.contrib.metrics, fn.adapters, fn.adapters.checkpoint, fn.adapters.ddp, fn.adapters.deepspeed,
+    fn.adapters.drift, fn.adapters.fsdp, fn.adapters.torchft, fn.adapters.trainers.accelerate,
     fn.adapters.trainers.hf, fn.adapters.trainers.lightning, fn.kernels, fn.testing,
 ]  # fmt: skip
 

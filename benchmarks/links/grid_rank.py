@@ -22,8 +22,8 @@ import fn
 from benchmarks.links import grid_methods, namespaces
 from benchmarks.links.contenders import WARM_UP, Batch, World
 from benchmarks.links.grid_methods import SITES, WAYS
-from fn.planner import calibrate
 from fn.planner.predict import FORWARD
+from fn.tools import calibrate
 
 EVERY = {**WAYS, **SITES}
 REPEATS = 3

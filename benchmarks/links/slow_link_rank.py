@@ -24,7 +24,7 @@ from benchmarks.devices import of_rank
 from benchmarks.links import namespaces
 from benchmarks.links.contenders import CONTENDERS, DDP, LR, NONE, OVERLAPPED, Batch, Step, World, build
 from benchmarks.measure import synchronise
-from fn.planner import calibrate
+from fn.tools import calibrate
 
 RATES: Mapping[str, float | None] = {
     "10 Mbit/s": 1e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unthrottled": None,

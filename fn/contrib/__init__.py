@@ -2,7 +2,7 @@
 
 A method has the name of its file; further links of it are found by the file's `__all__`. A file imports `fn` and
 nobody imports it, so that nothing else notices where it is gone: names are found when they are used. docs/adding.md
-says how a method is added.
+says how a method is added. `fn.contrib.metrics` is no method, and is imported by its own name.
 
     >>> import fn
     >>> all(callable(getattr(fn.contrib, name)) for name in dir(fn.contrib))
@@ -20,7 +20,8 @@ from typing import Any
 
 def modules() -> list[ModuleType]:
     """Import and return the files of all methods."""
-    return [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
+    names = [found.name for found in pkgutil.iter_modules(__path__)]
+    return [import_module(f"{__name__}.{name}") for name in names if name.startswith("_")]
 
 
 @cache

@@ -41,7 +41,7 @@ GROUP = "fn.accelerators"
 BUILT_IN: Mapping[str, Mapping[str, str]] = {
     "cpu": {"numba": "fn.kernels.cpu.numba:row", "numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"},
     "cuda": {
-        "triton": "fn.kernels.gpu.triton:row", "cupy": "fn.kernels.gpu.cupy:row", "torch": "fn.kernels.foreach:row",
+        "triton": "fn.kernels.gpu.triton:row", "cupy": "fn.kernels.bits:cupy", "torch": "fn.kernels.foreach:row",
     },
     "xpu": {"triton": "fn.kernels.gpu.triton:row", "torch": "fn.kernels.foreach:row"},
     "npu": {"torch_npu": "fn.kernels.bits:npu", "torch": "fn.kernels.foreach:row"},

@@ -29,12 +29,12 @@ MODULES = (
     "fn.adapters.fsdp",
     "fn.adapters.checkpoint",
     "fn.adapters.drift",
-    "fn.adapters.metrics",
     "fn.adapters.deepspeed",
     "fn.adapters.torchft",
     "fn.adapters.trainers.hf",
     "fn.adapters.trainers.accelerate",
     "fn.adapters.trainers.lightning",
+    "fn.contrib.metrics",
 )
 """Modules that are used by their own name."""
 

@@ -119,6 +119,4 @@ def test_intel_gpus_communicate_over_native_torch_xpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_cupy_row_conforms_on_the_gpu():
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from fn.kernels.gpu import cupy
-
-    assert fn.testing.conformance(cupy.row("cuda"))
+    assert fn.testing.conformance(bits.cupy("cuda"))

@@ -1,1 +1,1 @@
-"""The rows of GPUs: `triton` for CUDA, ROCm and XPU, `cupy` for CUDA. Each imports its package when it is asked."""
+"""The row of GPUs: `triton` for CUDA, ROCm and XPU, which imports its package when it is asked."""

@@ -22,7 +22,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the list of the programs that would have been run: the command, and the environment."""
     programs: list[Any] = []
     monkeypatch.setattr("os.execvpe", lambda path, command, environment: programs.append((command, environment)))
-    monkeypatch.setattr("fn.adapters.torchft.command.find_spec", lambda name: name)  # it counts as installed
+    monkeypatch.setattr("fn.tools.islands.find_spec", lambda name: name)  # it counts as installed
     for name in ("GLOO_SOCKET_IFNAME", "TORCHFT_LIGHTHOUSE", "RUST_LOG"):
         monkeypatch.delenv(name, raising=False)
     return programs
@@ -52,7 +52,7 @@ def test_the_lighthouse_prints_what_is_typed_elsewhere(ran, capsys, monkeypatch)
 
 
 def test_an_island_is_not_started_again_and_again_without_torchft(ran, capsys, monkeypatch):
-    monkeypatch.setattr("fn.adapters.torchft.command.find_spec", lambda name: None)
+    monkeypatch.setattr("fn.tools.islands.find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         main(["island", "--lighthouse", "127.0.0.1:4000", "train.py"])
     assert not ran

@@ -15,11 +15,11 @@ import torch
 from ranks import LIMIT, python
 
 from fn.__main__ import main
-from fn.planner import calibrate, page
 from fn.planner.evidence import AT_SIZE, SMALL, measured, show_parts
 from fn.planner.network import Cost, Link
 from fn.planner.recommend import PICKS
 from fn.planner.units import show_seconds
+from fn.tools import calibrate, page
 
 LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
 NVLINK = "plan --params 1.3e9 --world 8 --intra 7.2tbit --compute 350ms"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import fn
 from fn.planner import traffic
-from fn.planner.calibrate import SIZES, call, coding, fit, flops, memory, nowhere
 from fn.planner.methods import methods
 from fn.planner.network import Cost, network
+from fn.tools.calibrate import SIZES, call, coding, fit, flops, memory, nowhere
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-6))

@@ -19,9 +19,9 @@ from torch.optim import optimizer as torch_optimizer
 
 import fn
 from fn.__main__ import main
-from fn.planner import calibrate, probe, trials
 from fn.planner.recommend import BASE, PICKS
 from fn.planner.units import show_seconds
+from fn.tools import calibrate, probe, trials
 
 LINKS = "--world 8 --intra 1gbit"
 

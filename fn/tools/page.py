@@ -1,9 +1,9 @@
 """One page that plans in the browser: a table of messages, and `page.html`, which evaluates it.
 
 The page knows no method and no formula of a method's traffic. It is given, for every method and each number of
-parameters and of ranks that it offers, what `methods.method` says is sent, byte for byte, and for every network the
-`ways` of a message of one byte. A message's seconds are linear in both, so what is left to the page are sums, the
-least of a few ways, and what the backward pass hides.
+parameters and of ranks that it offers, what `fn.planner.methods.method` says is sent, byte for byte, and for every
+network the `ways` of a message of one byte. A message's seconds are linear in both, so what is left to the page are
+sums, the least of a few ways, and what the backward pass hides.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def write(
 ) -> str:
     """Return the page, one file of HTML that opens with this plan.
 
-    Args: table: what `methods.rows` returned. model, compute, local_steps: where the sliders are at first, as is net.
+    Args: table: what `fn.planner.methods.rows` returned. model, compute, local_steps: where the sliders are at first,
+        as is net.
         sizes: a number of parameters -> the model with another one than that. assumed: what is said of each model.
-        rates: of the device; where coding was measured, coding this model. bucket: as for `methods.methods`.
+        rates: of the device; where coding was measured, coding this model. bucket: as for `fn.planner.methods.methods`.
         steps_ratio: of the picks, in place of what is known. opens: the plan that is shown before anything is slid,
         where own times or steps of it were measured.
     """
@@ -81,7 +82,7 @@ def write(
     filled["front"], filled["small"] = FRONT, SMALL
     filled["picks"] = [_known(pick, filled["params"], list(filled["nets"]), steps_ratio) for pick in PICKS]
     filled["exact"] = _known(EXACT_MUON, filled["params"], list(filled["nets"]), None)
-    template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("fn.tools").joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(filled, separators=(",", ":")).replace("</", "<\\/")  # "</script>" in a name would end the script
     return template.replace('"COEFFICIENTS"', text)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fn
-from fn.adapters.torchft import doctor
+from fn.tools import doctor
 
 HOST = "127.0.0.1"
 

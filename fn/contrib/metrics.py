@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fn.adapters.optim.optimizer import Optimizer
+from fn import Ledger, Optimizer, Phase
 from fn.arguments import check_whole, checked
-from fn.base import Phase
-from fn.collectives.ledger import Ledger
 from fn.collectives.profiling import Observer
 from fn.errors import expected
 

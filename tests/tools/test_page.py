@@ -17,14 +17,15 @@ from py_mini_racer import MiniRacer
 from ranks import LIMIT
 
 from fn.__main__ import main
-from fn.planner import page, traffic
-from fn.planner.command import MEMORY, about_links
+from fn.planner import traffic
 from fn.planner.efficiency import NCCL, constant, over_tcp
 from fn.planner.gpt import gpt
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Plan, Rates, plan
 from fn.planner.recommend import PICKS, recommend
+from fn.tools import page
+from fn.tools.plan import MEMORY, about_links
 
 PARAMS = 1_300_000_000
 LINE = f"plan --params {PARAMS} --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
@@ -251,7 +252,7 @@ def test_the_page_needs_nothing_from_elsewhere(few, tmp_path):
 
 
 def test_the_template_names_no_method():
-    template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("fn.tools").joinpath("page.html").read_text(encoding="utf-8")
     for name in {row.name.partition(",")[0] for row in rows()}:
         assert name not in template
 

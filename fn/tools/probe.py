@@ -28,9 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from fn.collectives.ledger import ledger
 from fn.errors import expected
-from fn.planner.hidden import WIDEST, hidden_of
 from fn.planner.traffic import Model, of_shapes
 from fn.planner.units import show_seconds
+from fn.tools.hidden import WIDEST, hidden_of
 
 STEPS = 10
 """Steps of the script."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fn.planner import calibrate, page, probe, traffic, trials, units
+from fn.planner import traffic, units
 from fn.planner.efficiency import NCCL, over_tcp, share_of_buckets, share_words, transports
 from fn.planner.evidence import show_parts
 from fn.planner.gpt import gpt
@@ -23,6 +23,7 @@ from fn.planner.network import Cost, Link, Network, leaving, network
 from fn.planner.predict import Plan, Prediction, Rates, efficiency_of_buckets, one_topology_each, plan
 from fn.planner.recommend import EXACT_MUON, PICKS, Candidate, Recommendation, candidate, recommend
 from fn.planner.units import show_bytes, show_rate, show_seconds
+from fn.tools import calibrate, page, probe, trials
 
 MEMORY = 1.6e13
 """Bit/s of a current accelerator's memory, from which coding is estimated where nothing is measured."""

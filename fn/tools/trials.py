@@ -26,14 +26,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.planner import calibrate
-from fn.planner.hidden import hidden_of
 from fn.planner.methods import label
 from fn.planner.predict import FORWARD, Plan
-from fn.planner.probe import slowest
 from fn.planner.recommend import ALONE, BASE, DDP, IMPORTS, PICKS, Pick
 from fn.planner.units import show_bytes, show_seconds
 from fn.schedules import every
+from fn.tools import calibrate
+from fn.tools.hidden import hidden_of
+from fn.tools.probe import slowest
 
 WARM = 3
 """Steps of each pick that are not timed: kernels are compiled in them, buckets formed and connections opened."""

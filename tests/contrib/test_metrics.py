@@ -1,4 +1,4 @@
-"""The metrics of a step and the profiler's ranges, against what can be computed from states and vectors."""
+"""The metrics of a step, against what can be computed from states and vectors, and beside a profiler's ranges."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import fn
 from fn import Phase, tree
 from fn.adapters.ddp import overlap
 from fn.adapters.drift import check_drift
-from fn.adapters.metrics import StepMetrics, watch
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
-from fn.collectives.profiling import Observer, step_range
+from fn.contrib.metrics import StepMetrics, watch
 
 SHAPES = [(5, 3), (7,), (40, 8)]
 WARM = 2
@@ -154,6 +153,17 @@ def test_every_skips_and_removal() -> None:
         watch(torch.optim.SGD([torch.ones(2)]), found.append)
 
 
+def test_local_steps_that_are_dropped_are_told() -> None:
+    params = [torch.nn.Parameter(torch.ones(3))]
+    opt = fn.Optimizer(params, partial(fn.diloco, axis="data"), schedule=fn.every(4), lr=0.01)
+    found: list[StepMetrics] = []
+    watch(opt, found.append)
+    for value in (1.0, float("nan"), float("nan")):
+        params[0].grad = torch.full((3,), value)
+        opt.step()
+    assert [(m.skipped, m.dropped) for m in found] == [(0, 0), (0, 1), (0, 2)]
+
+
 def test_a_step_that_raises_leaves_nothing_open() -> None:
     params, opt = build(partial(fn.onebit_adam, axis="data"), echo())
     found: list[StepMetrics] = []
@@ -167,26 +177,6 @@ def test_a_step_that_raises_leaves_nothing_open() -> None:
     train(params, opt, 2)
     assert sent.total == before  # the ledger that was left is the one that was entered
     assert [m.step for m in found] == [0, 1, 2]
-
-
-def test_ranges_are_eager_only() -> None:
-    """Nothing of the ranges is traced, though a profiler is on while it is."""
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        with step_range("encode"):
-            return x + 1
-
-    observer = Observer().start()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        torch.compile(f, fullgraph=True, backend="eager")(torch.ones(2))
-        torch.func.vmap(f)(torch.ones(2, 2))
-        graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2))
-        assert observer.seconds == {}
-        f(torch.ones(2))
-    observer.stop()
-    assert "record_function" not in graph.code
-    assert [e.count for e in profile.key_averages() if e.key == "fn: encode"] == [1]
-    assert observer.seconds.keys() == {"encode"}
 
 
 def overlapped(checked: bool) -> list[StepMetrics]:
@@ -210,27 +200,3 @@ def test_what_happens_behind_the_backward_pass_is_not_made_up(checked: bool) -> 
     for found in ranks.run(2, overlapped, checked):
         assert [m.step for m in found] == [0, 1, 2, 3, 4]
         assert {m[2:3] + m[5:] for m in found} == {(None,) * 6}
-
-
-def watched_backward() -> list[tuple[int, int, list[str]]]:
-    """Return what a ledger and an observer around each backward pass saw, beside what the step sent."""
-    model = ddp_cases.wrapped()
-    opt = ddp_cases.build(model)
-    running, found = overlap(model, opt, least_wire_seconds=0.0), []
-    for step in range(6):
-        opt.zero_grad()
-        loss, phase = model(ddp_cases.batch(step)).square().mean(), opt.phase
-        seen = Observer().start()
-        with fn.ledger() as sent:
-            loss.backward()
-        seen.stop()
-        opt.step()
-        found.append((sent.total, running.bytes[phase], sorted(seen.seconds)))
-    return found
-
-
-def test_a_ledger_and_an_observer_around_a_backward_pass_see_what_other_threads_send_behind_it() -> None:
-    for found in ranks.run(2, watched_backward):
-        assert all(counted == sent > 0 for counted, sent, _ in found)
-        assert found[0][2] == ["average"]
-        assert found[-1][2] == ["encode", "exchange", "gather", "serve"]
