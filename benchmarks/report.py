@@ -29,7 +29,18 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from benchmarks import against, first_hour, published
-from benchmarks.atlas import as_it_comes, choices, downstream, late, local_rates, lost, max_step, same_loss, scale
+from benchmarks.atlas import (
+    as_it_comes,
+    choices,
+    downstream,
+    late,
+    local_rates,
+    longer,
+    lost,
+    max_step,
+    same_loss,
+    scale,
+)
 from benchmarks.atlas import rounds as outer_steps
 from benchmarks.atlas import runs as atlas
 from benchmarks.atlas import summary as atlas_summary
@@ -135,6 +146,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     rows = atlas.read(atlas.FULL)
     yield "atlas", partial(atlas_summary.report, rows)
     yield "same_loss", same_loss.table
+    yield "longer", partial(longer.table, atlas.read(RESULTS / "longer.json"))
     yield "published", published.table
     yield "published losses", published.losses
     yield "published headline", published.headline
