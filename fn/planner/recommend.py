@@ -57,8 +57,8 @@ FRONT = (GIVEN, AT_SIZE)
 class Candidate(NamedTuple):
     """A method on a network, and what is known of its steps to AdamW's loss.
 
-    share: the time of its step over AdamW's; the warm-up of the runs counts in it. time: to AdamW's loss over AdamW's
-    own, with the ends of its range; None where no published number says the steps.
+    share: the time of its step over AdamW's, both measured or both predicted; the warm-up of the runs counts in it.
+    time: to AdamW's loss over AdamW's own, with the ends of its range; None where no published number says the steps.
     """
 
     name: str
@@ -90,7 +90,9 @@ def candidate(name: str, prediction: Prediction, plan: Plan, ratio: float | None
         step = own["warm_up"] * plan.of(own["warm_up_as"]).step + (1 - own["warm_up"]) * step
     replicas, rounds = (plan.replicas(made.topology), made.interval) if made.local else (1, 1)
     known = evidence(name, plan.params, replicas=replicas, local_steps=rounds) if ratio is None else given(ratio)
-    return Candidate(name, prediction, step / plan.base.step, known)
+    base = plan.base
+    over = base.predicted if base.predicted is not None and not prediction.measured else base.step
+    return Candidate(name, prediction, step / over, known)
 
 
 class Recommendation(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -127,11 +128,22 @@ def test_what_is_published_at_this_size_stands_in_front_where_it_is_sooner(capsy
 
 def test_a_ratio_of_the_user_is_the_second_factor(capsys, tmp_path):
     main([*LINE.split(), "--steps-ratio", "1.1", "--json", str(tmp_path / "plan.json")])
-    said = blocks(capsys)[0]
+    said, _, table, *_ = blocks(capsys)
+    assert [" to " in line for line in table if line.endswith("given")] == [False] * len(PICKS)  # no range
     picks = json.loads((tmp_path / "plan.json").read_text())["recommendation"]["picks"]
     assert all(pick["steps"] == [1.1] * 3 and pick["time"][0] == pytest.approx(1.1 * pick["share"]) for pick in picks)
     assert said[0].startswith("Take muloco, int8")  # the shortest step
     assert "steps: 110 %, as given" in said[1]
+
+
+def test_the_table_of_all_methods_has_the_numbers_of_the_table_of_picks(capsys):
+    main([*LINE.split(), "--all"])
+    picks, every = (part for part in blocks(capsys) if len(part) > 8)
+    for name in ("muon, DDP", "sign_muon (two-level)", "muloco, int8 (two-level)"):
+        row, wanted = next(line for line in picks if line.startswith(name)), name.partition(" (")[0]
+        time = re.findall(r"([\d.]+ %) \(", row)[-1]
+        assert next(line for line in every if line.startswith(f"{wanted}  ")).endswith(f"  {time}")
+    assert next(line for line in every if line.startswith("muloco  ")).endswith(" %")
 
 
 def test_where_nothing_pays_it_says_to_stay_with_ddp(capsys, tmp_path):
@@ -322,8 +334,11 @@ def test_links_that_were_measured_go_into_the_page(monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(
     ("job", "flag", "text"),
     [
-        (ONE_NODE, "--intra", "1gbit"), (ONE_NODE, "--intra-latency", "1ms"), (ALL_NODES, "--inter", "1gbit"),
-        (ALL_NODES, "--whole-efficiency", "0.9"), (ALL_NODES, "--transport", "gloo"),
+        (ONE_NODE, "--intra", "1gbit"),
+        (ONE_NODE, "--intra-latency", "1ms"),
+        (ALL_NODES, "--inter", "1gbit"),
+        (ALL_NODES, "--whole-efficiency", "0.9"),
+        (ALL_NODES, "--transport", "gloo"),
     ],
 )
 def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, capsys):
