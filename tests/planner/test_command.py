@@ -82,6 +82,8 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
         ("10gbit", (0.92, 0.92 * 0.65 / 0.85), ": NCCL at 10 Gbit/s, discuss.pytorch.org/t/194008."),
         ("25gbit --transport gloo", (0.18, 0.18 * 0.65 / 0.85),
          "These 4.5 Gbit/s are less than the 8.9 Gbit/s of gloo at 10 Gbit/s: so it was published."),
+        ("25gbit", (0.45, 0.45 * 0.65 / 0.85), ": NCCL at 25 Gbit/s, discuss.pytorch.org/t/194008."),
+        ("100gbit", (0.45, 0.45 * 0.65 / 0.85), " Above 25 Gbit/s nothing is published: that part is a guess."),
         ("25gbit --whole-efficiency 0.9", (0.9, 0.9 * 0.65 / 0.85), "; --whole-efficiency; buckets have 76 % of that"),
         ("25gbit --bucket-efficiency 0.3", (0.45, 0.3), "; --bucket-efficiency; published for TCP (over RDMA give "),
         ("25gbit --whole-efficiency 1 --bucket-efficiency 0.9", (1, 0.9), "; --whole-efficiency, --bucket-efficiency."),
