@@ -128,6 +128,18 @@ def test_what_is_published_at_this_size_stands_in_front_where_it_is_sooner(capsy
     assert blocks(capsys)[0][0].startswith("Take adamw, int4 gradients")
 
 
+@pytest.mark.parametrize(("compute", "front"), [("1s", "adamw, int4 gradients"), ("100ms", "muloco, int8")])
+def test_what_may_be_later_at_the_far_end_of_its_range_does_not_stand_in_front(compute, front, capsys, tmp_path):
+    line = f"plan --params 130e6 --world 16 --per-node 1 --inter 1gbit --compute {compute}"
+    main([*line.split(), "--json", str(tmp_path / "plan.json")])
+    picks = {p["name"]: p for p in json.loads((tmp_path / "plan.json").read_text())["recommendation"]["picks"]}
+    int4, muloco = picks["adamw, int4 gradients"], picks["muloco, int8"]
+    assert muloco["grade"] == AT_SIZE
+    assert muloco["time"][0] < int4["share"] * int4["own"][0]  # sooner, but for its range
+    assert (muloco["time"][2] < int4["share"] * int4["own"][2]) == (front == "muloco, int8")
+    assert blocks(capsys)[0][0].startswith(f"Take {front}: ")
+
+
 def test_a_ratio_of_the_user_is_the_second_factor(capsys, tmp_path):
     main([*LINE.split(), "--steps-ratio", "1.1", "--json", str(tmp_path / "plan.json")])
     said, _, table, *_ = blocks(capsys)
