@@ -18,7 +18,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from benchmarks.atlas.summary import Row
 from benchmarks.atlas.summary import runs as runs_of
 from benchmarks.atlas.tasks import Size, fresh, language_model
 from benchmarks.measure import markdown
+from fn.planner.evidence import published
 
 H, TOKENS, START = 30, 20, 3e-3
 """Steps of a round, bytes a parameter, and the rate that a search begins at."""
@@ -46,11 +47,17 @@ SOURCES = {
     "MuLoCo": "arXiv 2505.23725, its notes",
 }
 
-PUBLISHED: Sequence[tuple[str, float, str, float | None, Mapping[str, float]]] = (
-    ("DiLoCo's scaling laws", 35e6, "AdamW", 3.485, {"M = 2": 0.7, "M = 4": 2.0, "M = 8": 3.9}),
-    ("DiLoCo's scaling laws", 90e6, "AdamW", None, {"M = 2": 0.5, "M = 4": 1.5, "M = 8": 3.1}),
-    ("DiLoCo's scaling laws", 335e6, "AdamW", None, {"M = 2": 0.1, "M = 4": 0.9, "M = 8": 2.0}),
-    ("DiLoCo's scaling laws", 1.3e9, "AdamW", None, {"M = 2": 0.2, "M = 4": 0.5, "M = 8": 1.3}),
+
+def scaling_laws() -> Iterator[tuple[str, float, str, float, Mapping[str, float]]]:
+    """Yield the rows of DiLoCo's scaling laws, from the planner's table of them."""
+    table = next(each for each in published()["losses"] if "2503.09799" in each["source"])
+    for i, (params, base) in enumerate(zip(table["params"], table["adamw"], strict=True)):
+        above = {name: 100 * (table["replicas"][str(k)][i] / base - 1) for name, k in list(WORKERS.items())[1:]}
+        yield "DiLoCo's scaling laws", params, "AdamW", base, above
+
+
+PUBLISHED: Sequence[tuple[str, float, str, float, Mapping[str, float]]] = (
+    *scaling_laws(),
     ("MuLoCo", 150e6, "AdamW", 3.158, {"K = 1": 100 * (3.142 / 3.158 - 1)}),
     ("MuLoCo", 150e6, "Muon", 3.124, {"K = 1": 100 * (3.120 / 3.124 - 1)}),
     ("MuLoCo", 1.76e9, "AdamW", 2.266, {"K = 1": 100 * (2.265 / 2.266 - 1)}),
@@ -107,7 +114,7 @@ def missing(rows: Sequence[Row], width: int) -> list[Run]:
 
 
 Percents = Mapping[str, "float | Difference"]
-Line = tuple[str, float, str, "float | None", Percents]
+Line = tuple[str, float, str, float, Percents]
 
 
 def ours(rows: Sequence[Row]) -> list[Line]:
@@ -138,7 +145,7 @@ def table(rows: Sequence[Row]) -> str:
         who, n, inner, loss, percents = line
         spelt = [percents.get(name) for name in names]
         return [
-            SOURCES.get(who, who), f"{n / 1e6:,.6g} M", inner, "" if loss is None else f"{loss:.3f}",
+            SOURCES.get(who, who), f"{n / 1e6:,.6g} M", inner, f"{loss:.3f}",
             *("" if x is None else f"{x:.1f} %" if isinstance(x, Difference) else f"{x:+.1f} %" for x in spelt),
         ]  # fmt: skip
 

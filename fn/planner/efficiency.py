@@ -50,6 +50,8 @@ class Efficiency(NamedTuple):
         most, best = max(((p.whole * p.bandwidth, p.where) for p in below), default=(0.0, ""))
         if most > (1 + 1e-9) * reached:
             less = f" These {show_rate(reached)} are less than the {show_rate(most)} of {best}: so it was published."
+        if len(self.points) > 1 and not above:
+            less += f" Above {show_rate(self.points[-1].bandwidth)} nothing is published: that part is a guess."
         return (
             f"Links between nodes: whole messages reach {show_parts((whole,))} of {show_rate(bandwidth)}, those in "
             f"buckets {show_parts((buckets,))}; {self.said}{known}.{less}"

@@ -36,8 +36,8 @@ class Evidence(NamedTuple):
     """What is known of a method's steps over AdamW's to the same loss.
 
     steps: the number, and the range that holds what other sources say; None without a published one. own: that of our
-    small model, and its 95 % interval; an interval that holds 1 has the number 1. gap: the published final loss over
-    AdamW's at the same steps, in nats and as a part. sources: where numbers are from. words: all that in a sentence.
+    small model, and its 95 % interval. gap: the published final loss over AdamW's at the same steps, in nats and as a
+    part. sources: where numbers are from. words: all that in a sentence.
     """
 
     grade: str
@@ -73,11 +73,10 @@ def evidence(name: str, params: int, *, replicas: int = 1, local_steps: int = 1)
     tables = published()["methods"].get(name, {})
     own = _own(name)
     if "steps" in tables:
-        return _of_steps(published()["steps"][tables["steps"]], params, own, tables.get("small"))
+        return _of_steps(name, published()["steps"][tables["steps"]], params, own, tables.get("small"))
     if "losses" in tables:
-        found = [table for table in published()["losses"] if table["method"] == tables["losses"]]
         if 1 <= replicas <= most_replicas(name) and local_steps <= most_local_steps(name):
-            return _of_losses(found, params, replicas, own)
+            return _of_losses(name, params, replicas, own)
         said = f"published with at most {most_local_steps(name)} local steps and {most_replicas(name)} replicas"
     else:
         said = "no published run in our tables"
@@ -111,7 +110,7 @@ def _own(name: str) -> Range | None:
     if found is None:
         return None
     low, high = found["interval"]
-    return 1.0 if low <= 1 <= high else found["ratio"], low, high
+    return found["ratio"], low, high
 
 
 def _here() -> str:
@@ -124,7 +123,7 @@ def _said_of_own(name: str, own: Range) -> str:
     return f"{show_parts(own)} on our model of {measured()['params']:,} parameters{half}"
 
 
-def _of_steps(table: dict[str, Any], params: int, own: Range | None, small: str | None) -> Evidence:
+def _of_steps(name: str, table: dict[str, Any], params: int, own: Range | None, small: str | None) -> Evidence:
     """Return what a table of ratios says; small: what is known of the method itself, on small models."""
     sizes = table["sizes"]
     at = [float(size["params"]) for size in sizes]
@@ -138,16 +137,21 @@ def _of_steps(table: dict[str, Any], params: int, own: Range | None, small: str 
     sources = (table["source"], *(other["source"] for other in table["others"]))
     words = f"steps: {show_parts(steps)}, {grade if small is None else SMALL}"
     words += f" ({table['source']})" if small is None else f" (exact Muon's, {grade}: {table['source']}; {small})"
-    if own is None or params > TINY:
-        return Evidence(grade if small is None else SMALL, steps, None, None, sources, words)
-    beside = f"{words}; {_said_of_own('sign_muon', own)}"
-    return Evidence(grade if small is None else SMALL, steps, own, None, (*sources, _here()), beside)
+    return _beside_own(name, Evidence(grade if small is None else SMALL, steps, own, None, sources, words), params)
 
 
-def _of_losses(tables: Sequence[dict[str, Any]], params: int, replicas: int, own: Range | None) -> Evidence:
+def _beside_own(name: str, known: Evidence, params: int) -> Evidence:
+    """Return what is published, and our own number beside it for a model that is as tiny as ours."""
+    if known.own is None or params > TINY:
+        return known._replace(own=None)
+    words = f"{known.words}; {_said_of_own(name, known.own)}"
+    return known._replace(sources=(*known.sources, _here()), words=words)
+
+
+def _of_losses(name: str, params: int, replicas: int, own: Range | None) -> Evidence:
     """Return what tables of losses say, each number of replicas by the table that has it."""
     curves = []
-    for table in tables:
+    for table in _losses(name):
         at = [math.log(n) for n in table["params"]]
         for count, losses in table["replicas"].items():
             over = [loss - base for loss, base in zip(losses, table["adamw"], strict=True)]
@@ -157,27 +161,39 @@ def _of_losses(tables: Sequence[dict[str, Any]], params: int, replicas: int, own
     curves.sort(key=lambda curve: curve[0])
     counts, k = [curve[0] for curve in curves], math.log(replicas)
     nats, part = between(k, counts, [curve[1] for curve in curves]), between(k, counts, [curve[2] for curve in curves])
-    used = [curves[i][3] for i in _around(replicas, [math.exp(count) for count in counts])]
+    near = _around(replicas, [math.exp(count) for count in counts])
+    used = [curves[i][3] for i in near]
     grade = AT_SIZE if all(_is_near(params, table["params"]) for table in used) else OTHER_SIZE
     sources = tuple(dict.fromkeys(table["source"] for table in used))
-    slope, low, high = slope_of_adamw()
-    ratio, *ends = (math.exp(nats / each) for each in (slope, low, high))
+    ratio, *ends = (math.exp(nats / slope) for slope in slope_of_adamw(params))
+    if own is not None and params < min(min(table["params"]) for table in used) / NEAR:
+        ends += own[1:]
     steps = (ratio, min(ends), max(ends))
+    beside = "" if len(near) == 1 else f" (published: {' and '.join(f'{math.exp(counts[i]):.0f}' for i in near)})"
     words = (
         f"steps: {show_parts(steps)}, {grade} ({', '.join(sources)}: {nats:+.3f} nats, {100 * part:+.1f} %, with "
-        f"{replicas} replica{'s' * (replicas > 1)} and {used[0]['local_steps']} local steps; in steps by the slope of "
-        f"AdamW's loss at 130M)"
+        f"{replicas} replica{'s' * (replicas > 1)}{beside} and {used[0]['local_steps']} local steps; in steps by the "
+        f"slope of AdamW's loss at 130M)"
     )
-    return Evidence(grade, steps, None, (nats, part), (*sources, published()["steps"]["muon"]["source"]), words)
+    sources = (*sources, published()["steps"]["muon"]["source"])
+    return _beside_own(name, Evidence(grade, steps, own, (nats, part), sources, words), params)
 
 
-def slope_of_adamw() -> Range:
-    """Return the nats that AdamW's loss falls by e times the tokens at the smallest published size, and the range."""
-    size = published()["steps"]["muon"]["sizes"][0]
-    tokens, losses = [math.log(x) for x in size["chinchilla"]], size["adamw"]
-    pairs = [*zip(tokens, losses, strict=True)]
-    slopes = [(a - b) / (y - x) for (x, a), (y, b) in pairwise(pairs)]
-    return (losses[0] - losses[-1]) / (tokens[-1] - tokens[0]), min(slopes), max(slopes)
+def slope_of_adamw(params: int) -> Range:
+    """Return the nats that AdamW's loss falls by e times the tokens at the smallest published size, and the range.
+
+    The range holds the stretches between that size's numbers of tokens, and the mean slopes of the sizes next to the
+    params: those of large models are flatter, and the same gap is more steps there.
+    """
+    sizes = published()["steps"]["muon"]["sizes"]
+    curves = [[*zip(map(math.log, size["chinchilla"]), size["adamw"], strict=True)] for size in sizes]
+    slopes = [_slope(*ends) for ends in pairwise(curves[0])]
+    slopes += [_slope(curves[i][0], curves[i][-1]) for i in _around(params, [size["params"] for size in sizes])]
+    return _slope(curves[0][0], curves[0][-1]), min(slopes), max(slopes)
+
+
+def _slope(start: tuple[float, float], end: tuple[float, float]) -> float:
+    return (start[1] - end[1]) / (end[0] - start[0])
 
 
 def between(x: float, at: Sequence[float], values: Sequence[float]) -> float:
@@ -207,10 +223,10 @@ def _is_near(params: int, at: Sequence[float]) -> bool:
 
 
 def show_parts(values: Sequence[float]) -> str:
-    """Spell a part of a whole in per cent, and the ends of its range, if they are given.
+    """Spell a part of a whole in per cent, and the ends of its range, if it has one.
 
-    >>> show_parts((0.39, 0.336, 0.454)), show_parts((0.0234,))
-    ('39 % (34 to 45 %)', '2.3 %')
+    >>> show_parts((0.39, 0.336, 0.454)), show_parts((0.0234,)), show_parts((0.8, 0.8, 0.8))
+    ('39 % (34 to 45 %)', '2.3 %', '80 %')
     """
     mean, *ends = (f"{x:.2g}" if x < 9.95 else f"{int(x + 0.5)}" for x in (100 * v for v in values))
-    return f"{mean} % ({' to '.join(ends)} %)" if ends else f"{mean} %"
+    return f"{mean} % ({' to '.join(ends)} %)" if len({*values}) > 1 else f"{mean} %"

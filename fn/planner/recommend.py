@@ -57,8 +57,8 @@ FRONT = (GIVEN, AT_SIZE)
 class Candidate(NamedTuple):
     """A method on a network, and what is known of its steps to AdamW's loss.
 
-    share: the time of its step over AdamW's; the warm-up of the runs counts in it. time: to AdamW's loss over AdamW's
-    own, with the ends of its range; None where no published number says the steps.
+    share: the time of its step over AdamW's, both measured or both predicted; the warm-up of the runs counts in it.
+    time: to AdamW's loss over AdamW's own, with the ends of its range; None where no published number says the steps.
     """
 
     name: str
@@ -90,7 +90,9 @@ def candidate(name: str, prediction: Prediction, plan: Plan, ratio: float | None
         step = own["warm_up"] * plan.of(own["warm_up_as"]).step + (1 - own["warm_up"]) * step
     replicas, rounds = (plan.replicas(made.topology), made.interval) if made.local else (1, 1)
     known = evidence(name, plan.params, replicas=replicas, local_steps=rounds) if ratio is None else given(ratio)
-    return Candidate(name, prediction, step / plan.base.step, known)
+    base = plan.base
+    over = base.predicted if base.predicted is not None and not prediction.measured else base.step
+    return Candidate(name, prediction, step / over, known)
 
 
 class Recommendation(NamedTuple):
@@ -109,7 +111,8 @@ class Recommendation(NamedTuple):
 def recommend(plan: Plan, ratio: float | None = None) -> Recommendation:
     """Return what to take: the first pick, or one that published numbers say to be sooner at AdamW's loss; or none.
 
-    Where steps were measured, no prediction on the same ranks stands against them.
+    Of both it is the far end of the range that counts: a number that may be later does not go in front. Where steps
+    were measured, no prediction on the same ranks stands against them.
 
     Args: ratio: steps of every pick over AdamW's, in place of what is known.
     """
@@ -132,7 +135,7 @@ def recommend(plan: Plan, ratio: float | None = None) -> Recommendation:
             f"Exact Muon under DDP: {exact.evidence.words}.",
         ), f"Compression does not pay here: {show_seconds(round(ddp.beyond, 9))} of {show_seconds(ddp.step)} come on "
            f"top of the computation.")  # fmt: skip
-    take = min(known, key=expected_time)
+    take = min(known, key=latest_time)
     other = picks[0] if picks[0] in worth else None
     if take is picks[0]:  # what sends less and is known from small models only is named beside it, not in front of it
         other = min((c for c in worth if c.time and c is not take), key=expected_time, default=None)
@@ -159,5 +162,13 @@ def said_step(prediction: Prediction) -> str:
 
 def expected_time(c: Candidate) -> float:
     """Return the part of AdamW's time by which picks are compared, with our own small model's steps if need be."""
-    steps = c.evidence.steps or c.evidence.own or (1.0,)
-    return steps[0] * c.share
+    return _steps(c)[0] * c.share
+
+
+def latest_time(c: Candidate) -> float:
+    """Return the same at the far end of the range."""
+    return _steps(c)[-1] * c.share
+
+
+def _steps(c: Candidate) -> tuple[float, ...]:
+    return c.evidence.steps or c.evidence.own or (1.0,)

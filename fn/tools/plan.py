@@ -346,16 +346,20 @@ def about_links(net: Network) -> list[str]:
 def table_of_picks(plan: Plan, said: Recommendation) -> str:
     """Return one line a pick, in the order of all pages, below AdamW and exact Muon, and what is known of each."""
     rows = [("take", "when", "step", "steps to the same loss", "time to the same loss", "evidence")]
-    rows.append(("adamw", "nothing pays: DDP as it is", show_seconds(plan.base.step), "100 %", "100 %", ""))
+    rows.append(("adamw", "nothing pays: DDP as it is", _step(plan.base), "100 %", "100 %", ""))
     known = []
     for pick, c in zip((EXACT_MUON, *PICKS), (said.exact, *said.picks), strict=True):
         name = f"{c.name}, DDP" if pick is EXACT_MUON else c.label
         steps, time = (show_parts(x) if x else "" for x in (c.evidence.steps, c.time))
-        rows.append((name, pick.when, show_seconds(c.prediction.step), steps, time, c.evidence.grade))
+        rows.append((name, pick.when, _step(c.prediction), steps, time, c.evidence.grade))
         known.append(f"{name}: {c.evidence.words}")
     lines = [*_columns(rows), "", *known, ABOUT]
     two_level = any(c.prediction.method.topology != "flat" for c in said.picks)
     return "\n".join([*lines, TWO_LEVEL] if two_level else lines)
+
+
+def _step(prediction: Prediction) -> str:
+    return f"{show_seconds(prediction.step)}{', measured' * prediction.measured}"
 
 
 ABOUT = """
@@ -370,7 +374,7 @@ def as_table(plan: Plan, net: Network) -> str:
     left_out = (3, 4) if net.nodes == 1 else (2,) if net.per_node > 1 else (2, 3)
     rows = [HEAD, *(_row(prediction, plan, net) for prediction in plan.predictions)]
     kept = [tuple(cell for place, cell in enumerate(row) if place not in left_out) for row in rows]
-    return "\n".join([*_columns(kept), *([_NODES] if net.nodes > 1 else [])])
+    return "\n".join([*_columns(kept), _ALIKE, *([_NODES] if net.nodes > 1 else [])])
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -380,6 +384,9 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     pairs = (enumerate(zip(row, widths, strict=True)) for row in rows)
     return ["  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in row).rstrip() for row in pairs]
 
+
+_ALIKE = """
+Methods in one row send the same. "same loss in" is the time to AdamW's loss over AdamW's own, of the first of them."""
 
 _NODES = """
 Bytes and messages are of one step; of methods that exchange in few steps they are the mean. "inside a node" is what a

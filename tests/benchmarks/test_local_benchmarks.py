@@ -27,6 +27,7 @@ def test_percents_are_above_data_parallelism_of_the_same_seed_at_the_rate_that_w
     rows += [row(scale.run_of("diloco", name, 16, 2, 3e-3), loss, width=16)
              for name, loss in (("data parallel", 2.0), ("M = 8", 2.2))]  # fmt: skip
     assert "| +10.0 ± 0.0 % |" in scale.table(rows)
+    assert "| 2,400 M | AdamW | 2.326 | -0.4 % | -0.1 % | +0.3 % | +1.1 % |" in scale.table(rows)  # the planner's table
 
 
 def test_a_default_is_compared_with_the_rate_that_was_chosen_on_another_seed() -> None:

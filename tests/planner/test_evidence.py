@@ -78,11 +78,44 @@ def test_between_numbers_of_replicas_gaps_are_linear_in_the_logarithm():
     assert four == pytest.approx([(a + b) / 2 for a, b in zip(one, many, strict=True)])
 
 
-def test_steps_of_a_gap_are_by_adamws_slope_at_130m_with_the_range_of_its_slopes():
-    known = evidence("muloco, int8", 1_760_000_000, replicas=16, local_steps=30)
-    slopes = ((3.529 - 3.261) / math.log(8), (3.529 - 3.408) / math.log(2), (3.322 - 3.261) / math.log(2))
-    assert known.steps == pytest.approx([math.exp(0.025 / slope) for slope in slopes])
+SLOPES = ((3.529 - 3.261) / math.log(8), (3.529 - 3.408) / math.log(2), (3.322 - 3.261) / math.log(2))
+"""Of AdamW's loss at 130M: the mean one, the steepest and the flattest."""
+
+
+@pytest.mark.parametrize(
+    ("params", "gap", "flattest"),
+    [(150_000_000, 0.064, SLOPES[2]), (1_760_000_000, 0.025, (2.904 - 2.752) / math.log(8))],
+)
+def test_steps_of_a_gap_are_by_adamws_slope_at_130m_with_a_range_that_holds_the_slopes_next_to_the_size(
+    params, gap, flattest
+):
+    known = evidence("muloco, int8", params, replicas=16, local_steps=30)
+    assert known.steps == pytest.approx([math.exp(gap / slope) for slope in (*SLOPES[:2], flattest)])
     assert "slope of AdamW's loss at 130M" in known.words
+
+
+@pytest.mark.parametrize(("params", "shown"), [(131_072, True), (10**6 + 1, False), (30_000_000, False)])
+def test_below_the_published_sizes_the_range_of_muloco_goes_down_to_ours(params, shown):
+    known = evidence("muloco, int8", params, replicas=8, local_steps=30)
+    published_, low, high = known.steps
+    assert published_ == evidence("muloco, int8", 150_000_000, replicas=8, local_steps=30).steps[0]
+    assert low == 0.761 < 0.895 < published_ < high
+    assert ("90 % (76 to 105 %) on our model of 131,072 parameters" in known.words) == shown
+    assert evidence("muloco, int8", 150_000_000, replicas=8, local_steps=30).steps[1] > 1
+
+
+@pytest.mark.parametrize(("name", "replicas", "said"), [
+    ("muloco, int8", 8, "with 8 replicas (published: 1 and 16) and"), ("muloco, int8", 16, "with 16 replicas and"),
+    ("diloco, int8", 8, "with 8 replicas and"), ("diloco, int8", 12, "with 12 replicas (published: 8 and 16) and"),
+])  # fmt: skip
+def test_replicas_between_the_published_numbers_are_said_to_be(name, replicas, said):
+    assert said in evidence(name, 1_500_000_000, replicas=replicas, local_steps=30).words
+
+
+def test_rows_that_are_one_method_have_one_number():
+    assert evidence("muon, DDP", 10**9) == evidence("muon", 10**9)
+    exact, codes = (evidence(name, 10**9, replicas=8, local_steps=30) for name in ("muloco", "muloco, int8"))
+    assert exact == codes
 
 
 @pytest.mark.parametrize(("replicas", "local_steps"), [(17, 30), (8, 31)])
@@ -94,7 +127,8 @@ def test_more_replicas_and_longer_rounds_than_published_have_no_published_steps(
 
 def test_without_a_published_run_there_is_our_own_or_nothing():
     known = evidence("onebit_adam", 10**9)
-    assert (known.grade, known.steps, known.own) == (SMALL, None, (1.0, 0.994, 1.14))  # an interval that holds 1 is 1
+    assert (known.grade, known.steps, known.own) == (SMALL, None, (1.06, 0.994, 1.14))
+    assert "106 % (99 to 114 %) on our model" in known.words
     assert evidence("adamw, int4 gradients", 10**9).own == (1.06, 1.03, 1.10)
     assert evidence("dion, rank 1/4", 10**9).grade == NONE
     assert given(0.8).steps == (0.8, 0.8, 0.8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -81,6 +82,8 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
         ("10gbit", (0.92, 0.92 * 0.65 / 0.85), ": NCCL at 10 Gbit/s, discuss.pytorch.org/t/194008."),
         ("25gbit --transport gloo", (0.18, 0.18 * 0.65 / 0.85),
          "These 4.5 Gbit/s are less than the 8.9 Gbit/s of gloo at 10 Gbit/s: so it was published."),
+        ("25gbit", (0.45, 0.45 * 0.65 / 0.85), ": NCCL at 25 Gbit/s, discuss.pytorch.org/t/194008."),
+        ("100gbit", (0.45, 0.45 * 0.65 / 0.85), " Above 25 Gbit/s nothing is published: that part is a guess."),
         ("25gbit --whole-efficiency 0.9", (0.9, 0.9 * 0.65 / 0.85), "; --whole-efficiency; buckets have 76 % of that"),
         ("25gbit --bucket-efficiency 0.3", (0.45, 0.3), "; --bucket-efficiency; published for TCP (over RDMA give "),
         ("25gbit --whole-efficiency 1 --bucket-efficiency 0.9", (1, 0.9), "; --whole-efficiency, --bucket-efficiency."),
@@ -125,13 +128,36 @@ def test_what_is_published_at_this_size_stands_in_front_where_it_is_sooner(capsy
     assert blocks(capsys)[0][0].startswith("Take adamw, int4 gradients")
 
 
+@pytest.mark.parametrize(("compute", "front"), [("1s", "adamw, int4 gradients"), ("100ms", "muloco, int8")])
+def test_what_may_be_later_at_the_far_end_of_its_range_does_not_stand_in_front(compute, front, capsys, tmp_path):
+    line = f"plan --params 130e6 --world 16 --per-node 1 --inter 1gbit --compute {compute}"
+    main([*line.split(), "--json", str(tmp_path / "plan.json")])
+    picks = {p["name"]: p for p in json.loads((tmp_path / "plan.json").read_text())["recommendation"]["picks"]}
+    int4, muloco = picks["adamw, int4 gradients"], picks["muloco, int8"]
+    assert muloco["grade"] == AT_SIZE
+    assert muloco["time"][0] < int4["share"] * int4["own"][0]  # sooner, but for its range
+    assert (muloco["time"][2] < int4["share"] * int4["own"][2]) == (front == "muloco, int8")
+    assert blocks(capsys)[0][0].startswith(f"Take {front}: ")
+
+
 def test_a_ratio_of_the_user_is_the_second_factor(capsys, tmp_path):
     main([*LINE.split(), "--steps-ratio", "1.1", "--json", str(tmp_path / "plan.json")])
-    said = blocks(capsys)[0]
+    said, _, table, *_ = blocks(capsys)
+    assert [" to " in line for line in table if line.endswith("given")] == [False] * len(PICKS)  # no range
     picks = json.loads((tmp_path / "plan.json").read_text())["recommendation"]["picks"]
     assert all(pick["steps"] == [1.1] * 3 and pick["time"][0] == pytest.approx(1.1 * pick["share"]) for pick in picks)
     assert said[0].startswith("Take muloco, int8")  # the shortest step
     assert "steps: 110 %, as given" in said[1]
+
+
+def test_the_table_of_all_methods_has_the_numbers_of_the_table_of_picks(capsys):
+    main([*LINE.split(), "--all"])
+    picks, every = (part for part in blocks(capsys) if len(part) > 8)
+    for name in ("muon, DDP", "sign_muon (two-level)", "muloco, int8 (two-level)"):
+        row, wanted = next(line for line in picks if line.startswith(name)), name.partition(" (")[0]
+        time = re.findall(r"([\d.]+ %) \(", row)[-1]
+        assert next(line for line in every if line.startswith(f"{wanted}  ")).endswith(f"  {time}")
+    assert next(line for line in every if line.startswith("muloco  ")).endswith(" %")
 
 
 def test_where_nothing_pays_it_says_to_stay_with_ddp(capsys, tmp_path):
@@ -322,8 +348,11 @@ def test_links_that_were_measured_go_into_the_page(monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(
     ("job", "flag", "text"),
     [
-        (ONE_NODE, "--intra", "1gbit"), (ONE_NODE, "--intra-latency", "1ms"), (ALL_NODES, "--inter", "1gbit"),
-        (ALL_NODES, "--whole-efficiency", "0.9"), (ALL_NODES, "--transport", "gloo"),
+        (ONE_NODE, "--intra", "1gbit"),
+        (ONE_NODE, "--intra-latency", "1ms"),
+        (ALL_NODES, "--inter", "1gbit"),
+        (ALL_NODES, "--whole-efficiency", "0.9"),
+        (ALL_NODES, "--transport", "gloo"),
     ],
 )
 def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, capsys):
