@@ -345,13 +345,15 @@ def outer(
         # 3. write: the anchor first, then the params
         after = chosen(verdict.taken, stored, before)
         outer_state = chosen(verdict.taken, outer_state, state.outer[number])
-        is_left_out = (verdict.begun & ~verdict.taken).to(state.left_out)
+        left_out = state.left_out
+        if not is_true(verdict.taken):
+            left_out = left_out + (verdict.begun & ~verdict.taken).to(left_out)
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
             pending=tree.unflatten(structure, put(pending, places, _zeros_like(means))),
             outer=tree.with_part(state.outer, number, outer_state),
             begun=tree.with_part(state.begun, number, torch.zeros_like(state.begun[number])),
-            left_out=state.left_out if is_true(verdict.taken) else state.left_out + is_left_out,
+            left_out=left_out,
         )
         anchors = [x.to(leaves[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
         moved = anchors
@@ -422,11 +424,10 @@ def _after_mean(ok: Tensor, after: Tree, before: Tree) -> Tree:
     goes on: with an old number of its turn NoLoCo would draw the same pairs in the next exchange.
     """
 
-    def kept(new: Tensor, old: Tensor, mark: str) -> Tensor:
+    def kept(new: Tensor, old: Tensor, mark: str) -> Tree:
         if mark != ERROR and not new.is_floating_point():
             return new
-        left: Tensor = chosen(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
-        return left
+        return chosen(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
 
     return after if is_true(ok) else tree.map(kept, after, before, roles.kinds(after))
 
