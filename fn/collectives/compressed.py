@@ -33,7 +33,7 @@ from fn import tree
 from fn.arguments import check_kind
 from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames, axis_size, names
-from fn.collectives.codecs.codec import Codec, Fused, Segments, identity, mean_of_rows
+from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
@@ -167,70 +167,98 @@ def compressed_all_reduce(
         what it compressed and keeps the rest; what was sent is what is applied.
     """
     _refuse_to_differentiate(x, "compressed_all_reduce", axis)
-    *inner, last = plan = hops(axis, codec, feedback)  # with one axis there is no inner hop, and cuts is [segments]
+    plan = plan_of(axis, codec, feedback, segments, servers=servers)
     worker, server = (split_errors(half, axis) for half in errors)
-    cuts, dtype, size = levels(segments, axis, servers=servers), x.dtype, axis_size(last.axis) if servers else 1
-    inner_is_exact, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
-    if inner:  # to this rank's part of x, averaged over the inner axes
-        x = _exact_shard(x, inner_axes, segments) if inner_is_exact else _reduce(x, worker, inner, cuts)
-
+    coded, dtype = [] if plan.exact else plan.hops[:-1], x.dtype  # with one axis there is no hop before the last one
+    # To this rank's part of x, averaged over the axes before the last one.
+    x = _exact_shard(x, plan.exact, segments) if plan.exact else _reduce(x, worker, coded, plan.cuts)
     # The last hop: codes go to the servers and come back as codes of the mean, or go from each rank to all others.
-    check_vector(x, worker[-1], size * last.codec.align, "x")
-    shard = x[: x.shape[0] // size]  # stands for a server's shard in shape and dtype
-    if servers:
-        check_vector(shard, server[-1], last.codec.align, "shard")
-    else:
-        check_no_server(server[-1])
-    rows = x.view(size, -1)  # (n,) -> (W, n / W): row r goes to server r
-    payload, worker[-1] = encode(last.for_rows(cuts[-1]), last.feedback, rows, worker[-1], consume=consume)
-    if servers:
-        payload, server[-1] = servers_of(last, cuts[-1]).pass_on(payload, server[-1], shard.view(1, -1))
-    else:
-        payload = messages.gather(payload, last.axis)
-
-    if inner_is_exact:  # the codes are gathered within the node, too: they are fewer bytes than what they stand for
-        payload = gather_codes(payload, inner_axes)
-        mean = _decode_mean(payload, last, segments, x.dtype, servers=servers)
-    else:
-        mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)
-        # (n / W of the inner axes,) -> (n,)
-        mean = _gather(mean, server, plan, cuts, len(inner))
+    payload, worker[-1] = plan.encode(x, worker[-1], consume=consume)
+    payload, server[-1] = plan.send(payload, server[-1], x[: x.shape[0] // plan.rows])
+    # (n / W of the coded hops,) -> (n,)
+    mean = _gather(plan.decode(payload, x.dtype), server, plan.hops, plan.cuts, len(coded))
     return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
 
 
-class Servers(NamedTuple):
-    """What the servers of a vector do, planned once: decode, mean, feedback, encode. serve: in one kernel, or None."""
+class VectorPlan(NamedTuple):
+    """How vectors of one layout are averaged in codes: what is the same in every step.
 
-    axis: str
+    hops: one for each axis. segments: of the vector. cuts: of the rows of each hop. exact: the axes before the last
+    one, where the mean over them is exact; else (). rows: how many the last hop encodes, one for each of its servers.
+    codec: of these rows. server: the codec of the row that this rank serves; None without servers.
+    """
+
+    hops: list[Hop]
+    segments: Segments | None
+    cuts: list[Segments | None]
+    exact: tuple[str, ...]
+    rows: int
     codec: Codec
-    feedback: Feedback
-    fused: Fused | None
+    server: Codec | None
 
-    def pass_on(self, payload: Tree, server: Tree, shard: Tensor) -> tuple[Tree, Tree]:
-        """Carry W encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
+    def encode(self, x: Tensor, error: Tree, *, consume: bool) -> tuple[Tree, Tree]:
+        """Encode what the last hop averages, (n,); return the codes and the next error. consume: as for `encode`."""
+        last = self.hops[-1]
+        check_vector(x, error, self.rows * last.codec.align, "x")
+        # (n,) -> (W, n / W): row r goes to server r
+        return encode(self.codec, last.feedback, x.view(self.rows, -1), error, consume=consume)
 
-        Args: payload: W rows. server: the server's error. shard: what a server's mean (1, n / W) is like.
-        Returns: the payload of the mean, W rows, the same on every rank, and the next error.
+    def send(self, payload: Tree, error: Tree, shard: Tensor) -> tuple[Tree, Tree]:
+        """Carry codes through the servers, which decode, average and encode a row each; or from each rank to all.
+
+        Args: payload: `rows` rows. error: the server's. shard: like a server's mean (n / W,), of any numbers.
+        Returns: codes of the mean, or those of all ranks, the same on every rank; and the next error.
         """
-        fused, received = self.fused, messages.exchange(payload, self.axis)
-        # A kernel does not round the mean to half precision before it encodes it; the two halves in a row do.
-        if fused is not None and fused.serve is not None and shard.element_size() >= 4 and fused.accepts(shard, server):
-            with step_range("serve"):
-                payload, server = fused.serve(received, server)
-            if observed():
-                observe_kept(settle(self.codec, self.feedback, server, shard))
+        last = self.hops[-1]
+        if self.server is None:
+            check_no_server(error)
         else:
+            check_vector(shard, error, last.codec.align, "shard")
+            payload, error = _serve(self.server, last.feedback, messages.exchange(payload, last.axis), error, shard)
+        payload = messages.gather(payload, last.axis)
+        # Within the node, too: codes are fewer bytes than what they stand for.
+        return gather_codes(payload, self.exact), error
+
+    def decode(self, payload: Tree, dtype: torch.dtype) -> Tensor:
+        """Decode what `send` returned to the mean (n,); the codes of all ranks for a row are averaged here."""
+        # Where the hops before are exact, all ranks hold the codes of the whole vector now.
+        last, segments = self.hops[-1], self.segments if self.exact else self.cuts[-1]
+        if self.server is not None:
+            return _decode(last.for_rows(segments), payload, dtype)
+        ranks, means = axis_size(last.axis), []
+        for row in range(tree.leaves(payload)[0].shape[0] // ranks):
+            codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)  # (W, ...), of a row
+            codec = last.for_rows(None if segments is None else segments.row(row))
             with step_range("decode"):
-                mean = mean_of_rows(self.codec, received).to(shard.dtype)  # (W, n / W) -> (n / W,)
-            payload, server = encode(self.codec, self.feedback, mean.view(1, -1), server, worker=False)
-        del received  # as large as what is gathered
-        return messages.gather(payload, self.axis), server
+                means.append(mean_of_rows(codec, codes).to(dtype))
+        # (n / rows,) of each row -> (n,)
+        return means[0] if len(means) == 1 else torch.cat(means)
 
 
-def servers_of(hop: Hop, segments: Segments | None) -> Servers:
-    """Return the servers of vectors whose rows have these segments."""
-    codec = hop.for_own_row(segments)
-    return Servers(hop.axis, codec, hop.feedback, fused_with(codec, hop.feedback))
+def plan_of(
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks, segments: Segments | None, *, servers: bool
+) -> VectorPlan:
+    """Return the plan for vectors with these segments, on the axes as they are bound here."""
+    *inner, last = plan = hops(axis, codec, feedback)
+    cuts = levels(segments, axis, servers=servers)
+    exact = tuple(hop.axis for hop in inner) if all(hop.exact for hop in inner) else ()
+    rows, server = (axis_size(last.axis), last.for_own_row(cuts[-1])) if servers else (1, None)
+    return VectorPlan(plan, segments, cuts, exact, rows, last.for_rows(cuts[-1]), server)
+
+
+def _serve(codec: Codec, feedback: Feedback, received: Tree, error: Tree, shard: Tensor) -> tuple[Tree, Tree]:
+    """Decode, average and encode W rows; return the codes of their mean, which is like `shard`, and the next error."""
+    fused, shard = fused_with(codec, feedback), shard.view(1, -1)  # (n / W,) -> (1, n / W)
+    # A kernel does not round the mean to half precision before it encodes it; the two halves in a row do.
+    if fused is not None and fused.serve is not None and shard.element_size() >= 4 and fused.accepts(shard, error):
+        with step_range("serve"):
+            payload, error = fused.serve(received, error)
+        if observed():
+            observe_kept(settle(codec, feedback, error, shard))
+        return payload, error
+    with step_range("decode"):
+        mean = mean_of_rows(codec, received).to(shard.dtype)  # (W, n / W) -> (n / W,)
+    return encode(codec, feedback, mean.view(1, -1), error, worker=False)
 
 
 def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[Segments | None]) -> Tensor:
@@ -347,25 +375,6 @@ def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
     with step_range("decode"):
         # (W, n / W) -> (n,)
         return codec.decode(payload).reshape(-1).to(dtype)
-
-
-def _decode_mean(payload: Tree, hop: Hop, segments: Segments | None, dtype: torch.dtype, *, servers: bool) -> Tensor:
-    """Decode the mean (n,), which all ranks hold as codes.
-
-    With servers there is a row of codes from each of them. Without, there are the codes of all ranks for each row, and
-    their mean is taken here.
-    """
-    if servers:
-        return _decode(hop.for_rows(segments), payload, dtype)
-    ranks = axis_size(hop.axis)
-    means = []
-    for row in range(tree.leaves(payload)[0].shape[0] // ranks):
-        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)  # (W, ...), of one row
-        codec = hop.for_rows(None if segments is None else segments.row(row))
-        with step_range("decode"):
-            means.append(mean_of_rows(codec, codes).to(dtype))
-    # (n / rows,) of each row -> (n,)
-    return means[0] if len(means) == 1 else torch.cat(means)
 
 
 def check_vector(x: Tensor, error: Tree, align: int, argument: str) -> None:

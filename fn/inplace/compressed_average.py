@@ -15,23 +15,14 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import UpdateFn, links_of
-from fn.collectives import messages
 from fn.collectives.codecs.codec import Fused, Segments
 from fn.collectives.codecs.sign import SignPayload
-from fn.collectives.compressed import (
-    ErrorFeedbackState,
-    Servers,
-    check_no_server,
-    compressed_all_reduce,
-    encode,
-    gather_codes,
-    reduce_exactly,
-    servers_of,
-)
+from fn.collectives.compressed import ErrorFeedbackState, VectorPlan, plan_of, reduce_exactly
 from fn.collectives.feedback import fused_with, settle
-from fn.collectives.hierarchy import Hop, hops, levels, row_count
+from fn.collectives.hierarchy import hops, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.inplace.memory import successor, written_into
+from fn.kernels.layout import scale_dtype
 from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
@@ -110,40 +101,55 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
     return segments.valid.to(device)
 
 
-@cached_plan
-def _like(segments: Segments) -> Tensor:
-    """Return a tensor with the shape of rows of these segments, without memory."""
-    # On the meta device: only the shape is asked for, and a row may be as long as the model.
-    return torch.empty((segments.valid.shape[0], segments.row_length), dtype=torch.float32, device="meta")
-
-
 class BucketPlan(NamedTuple):
-    """The parts of a bucket's mean that are the same in every step.
+    """What is the same in every step of a bucket's average.
 
-    errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
-    exactly before, a bucket at a time. fused: the codec and its feedback in kernels, None where the codes are not signs
-    by tensor. servers: None without. shard: what a server's mean is like.
+    vector: how it travels. errors: a worker's and a server's, of the last hop. rows: like what is encoded there,
+    (R, n / R), without memory. parts: what is averaged exactly before, a bucket at a time. fused: the codec and its
+    feedback in kernels, None where the codes are not signs by tensor.
     """
 
     bucket: Bucket
+    vector: VectorPlan
     errors: tuple[Tree, Tree]
-    ends: tuple[Tree, Tree]
-    segments: Segments
+    rows: Tensor
     parts: list[Bucket]
     fused: Fused | None
-    servers: Servers | None
-    shard: Tensor
+
+    def encode(self, vector_of: Callable[[Bucket], Tensor]) -> tuple[Tree, Tree]:
+        """Encode a vector that may be overwritten; return the codes and a worker's next error."""
+        # The exact mean over the axes before the last one comes first; only that is encoded.
+        x = reduce_exactly(map(vector_of, self.parts), self.vector.exact, self.vector.rows)
+        return self.vector.encode(x, self.errors[0], consume=True)
+
+    def encode_moments(self, mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Tree]:
+        """Encode decay * mu + (1 - decay) * grad in the kernel that forms it."""
+        assert self.fused is not None
+        assert self.fused.averages is not None
+        moments, fresh = ([tensors[i] for i in self.bucket.leaf_indices] for tensors in (mu, grads))
+        with step_range("encode"):
+            payload, worker = self.fused.averages(moments, fresh, decay, error=self.errors[0], rows=self.vector.rows)
+        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+            kept = settle(self.vector.codec, self.vector.hops[-1].feedback, worker, self.rows)
+            observe_kept(kept)
+            # (R, n / R) -> (n,)
+            observe_loss(self.vector.codec.decode(payload).reshape(-1).add_(kept), kept)
+        return payload, worker
+
+    def average(self, payload: Tree, worker: Tree) -> BucketMean:
+        """Average what is encoded. worker: the next error."""
+        payload, server = self.vector.send(payload, self.errors[1], self.rows[0])
+        mean = self.vector.decode(payload, self.rows.dtype) if self.fused is None else payload
+        return BucketMean(self.bucket, mean, successor(self.errors, (worker, server)))
 
 
 class CodedAverage(NamedTuple):
-    """`compressed_average` for steps in place: in codes over the last axis, exactly over those before it, `inner`.
+    """`compressed_average` for steps in place: in codes over the last axis, exactly over those before it.
 
     plans: (state, its plans), of the state that was averaged with last; filled here.
     """
 
     rule: CompressedAverage
-    inner: tuple[str, ...]
-    last: Hop
     plans: list[tuple[ErrorFeedbackState, list[BucketPlan]]]
 
     def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[BucketPlan]:
@@ -151,112 +157,54 @@ class CodedAverage(NamedTuple):
         # By identity: steps in place keep the state, and to compare its leaves would take longer than a small step.
         if self.plans and self.plans[0][0] is sync:
             return self.plans[0][1]
-        codec, servers = self.last.codec, self.rule.servers
-        rows, plans = row_count(self.rule.axis, servers=servers), []
-        buckets = layouts.buckets(leaves, rows, codec.align, self.rule.layout)
-        for bucket, worker, server in zip(buckets, sync.worker, sync.server, strict=True):
-            segments = levels(bucket.segments, self.rule.axis, servers=servers)[-1]
-            assert segments is not None
-            ends = (worker[-1], server[-1]) if self.inner else (worker, server)
-            if not servers:
-                check_no_server(ends[1])
+        rule, plans = self.rule, []
+        for bucket, *halves in zip(rule.arrange(leaves), sync.worker, sync.server, strict=True):
+            vector = plan_of(rule.axis, rule.codec, rule.feedback, bucket.segments, servers=rule.servers)
+            worker, server = (split_errors(half, rule.axis)[-1] for half in halves)
+            dtype = scale_dtype(leaves[bucket.leaf_indices[0]])
+            # On the meta device: a row may be as long as the model.
+            rows = torch.empty((vector.rows, bucket.segments.row_length), dtype=dtype, device="meta")
+            parts = layouts.parts(bucket) if vector.exact else [bucket]
             # A fused bucket has one scale for all of its tensors; the kernels take one for each.
-            by_tensor = not bucket.fused and (servers or not self.inner)
-            fused = self._fused(segments, *ends) if by_tensor else None
-            parts = layouts.parts(bucket) if self.inner else [bucket]
-            there = servers_of(self.last, segments) if servers else None
-            # (R, n / R) -> (1, n / R)
-            shard = _like(segments)[:1]
-            plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, fused, there, shard))
+            by_tensor = not bucket.fused and (rule.servers or not vector.exact)
+            fused = _kernels(vector, rows, worker, server) if by_tensor else None
+            plans.append(BucketPlan(bucket, vector, (worker, server), rows, parts, fused))
         self.plans[:] = [(sync, plans)]
         return plans
-
-    def _fused(self, segments: Segments, worker: Tree, server: Tree) -> Fused | None:
-        """Return the codec's kernels for averages; None if they, or the servers', do not fit these errors."""
-        fused = fused_with(self.last.for_rows(segments), self.last.feedback)
-        rows = _like(segments)
-        if fused is None or fused.averages is None or not fused.accepts(rows, worker):
-            return None
-        if self.rule.servers and (fused.serve is None or not fused.accepts(rows[:1], server)):
-            return None
-        return fused
 
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
         """Return whether all codes are signs by tensor."""
         return all(plan.fused is not None for plan in self.plan(leaves, sync))
 
     def average_rows(
-        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
+        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, vector_of: Callable[[Bucket], Tensor]
     ) -> CodedMean:
-        """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
-
-        def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
-            count = plan.segments.valid.shape[0]
-            # The exact mean over the inner axes comes first; only that is encoded.
-            x = reduce_exactly(map(rows, plan.parts), self.inner, count) if self.inner else rows(plan.bucket)  # (n,)
-            rule = self.last.for_rows(plan.segments), self.last.feedback
-            # (n,) -> (R, n / R)
-            return encode(*rule, x.view(count, -1), plan.ends[0], consume=True)
-
-        return self._average(self.plan(leaves, sync), rows, encoded)
+        """Average vectors that are formed for this and may be overwritten. vector_of: bucket -> (n,)."""
+        return CodedMean([plan.average(*plan.encode(vector_of)) for plan in self.plan(leaves, sync)])
 
     def average_moments(
         self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
     ) -> CodedMean:
         """Average decay * mu + (1 - decay) * grad. params: of no use here."""
 
-        def rows(bucket: Bucket) -> Tensor:
+        def averages(bucket: Bucket) -> Tensor:
             return moving_averages(mu, grads, decay, bucket)
 
-        def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
-            return self._encoded(plan, mu, grads, decay)
-
-        return self.average_rows(mu, sync, rows) if self.inner else self._average(self.plan(mu, sync), rows, encoded)
-
-    def _encoded(self, plan: BucketPlan, mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Tree]:
-        """Encode the moving averages of a bucket."""
-        assert plan.fused is not None
-        assert plan.fused.averages is not None
-        moments, fresh = ([tensors[i] for i in plan.bucket.leaf_indices] for tensors in (mu, grads))
-        with step_range("encode"):
-            count = plan.segments.valid.shape[0]
-            payload, worker = plan.fused.averages(moments, fresh, decay, error=plan.ends[0], rows=count)
-        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-            codec = self.last.for_rows(plan.segments)
-            kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
-            observe_kept(kept)
-            # (R, n / R) -> (n,)
-            observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
-        return payload, worker
-
-    def _average(
-        self, plans: list[BucketPlan], rows: Callable[[Bucket], Tensor],
-        encoded: Callable[[BucketPlan], tuple[Tree, Tree]],
-    ) -> CodedMean:  # fmt: skip
-        """Average bucket by bucket. encoded: plan -> (payload, next error of the worker), for signs by tensor."""
         means = []
-        for plan in plans:
-            vector = plan.fused is None
-            means.append(self._of_vector(plan, rows(plan.bucket)) if vector else self._of_codes(plan, *encoded(plan)))
+        for plan in self.plan(mu, sync):
+            formed = plan.fused is None or plan.vector.exact  # else the kernel that encodes them forms them, too
+            codes = plan.encode(averages) if formed else plan.encode_moments(mu, grads, decay)
+            means.append(plan.average(*codes))
         return CodedMean(means)
 
-    def _of_vector(self, plan: BucketPlan, x: Tensor) -> BucketMean:
-        """Average x (n,), which may be overwritten."""
-        rule, segments = (self.rule.axis, self.rule.codec, self.rule.feedback), plan.bucket.segments
-        mean, errors = compressed_all_reduce(
-            x, plan.errors, *rule, segments=segments, consume=True, servers=self.rule.servers
-        )
-        return BucketMean(plan.bucket, mean, successor(plan.errors, errors))
 
-    def _of_codes(self, plan: BucketPlan, payload: Tree, worker: Tree) -> BucketMean:
-        """Average what is encoded. worker: the next error."""
-        server = plan.ends[1]
-        if plan.servers is not None:
-            payload, server = plan.servers.pass_on(payload, server, plan.shard)
-            payload = gather_codes(payload, self.inner) if self.inner else payload
-        else:
-            payload = messages.gather(payload, self.last.axis)
-        return BucketMean(plan.bucket, payload, successor(plan.ends, (worker, server)))
+def _kernels(vector: VectorPlan, rows: Tensor, worker: Tree, server: Tree) -> Fused | None:
+    """Return the codec's kernels for averages; None if they, or the servers', do not fit these errors."""
+    fused = fused_with(vector.codec, vector.hops[-1].feedback)
+    if fused is None or fused.averages is None or not fused.accepts(rows, worker):
+        return None
+    served = vector.server is None or (fused.serve is not None and fused.accepts(rows[:1], server))
+    return fused if served else None
 
 
 class PureAverage(NamedTuple):
@@ -303,9 +251,9 @@ def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
     rule = links[0].update if len(links) == 1 else None
     # `is`: a wrapper around the rule may do more than the rule says.
     if isinstance(rule, CompressedAverage) and update is rule:
-        *inner, last = hops(rule.axis, rule.codec, rule.feedback)
+        *inner, _ = hops(rule.axis, rule.codec, rule.feedback)
         if all(hop.exact for hop in inner):
-            return CodedAverage(rule, tuple(hop.axis for hop in inner), last, [])
+            return CodedAverage(rule, [])
     return PureAverage(update) if links else None
 
 

@@ -67,31 +67,27 @@ def are_assumed() -> bool:
     return _here.flags is not None
 
 
-def known(flag: Tensor) -> bool | None:
-    """Return whether a 0-d flag is true if no device has to be waited for; else None: select by it on the device.
+def is_true(flag: Tensor, *, wait: bool = False) -> bool | None:
+    """Return whether a 0-d flag is true; None where nobody can tell yet: select by it on the device then.
 
         >>> import torch
-        >>> from fn.kernels.flags import known
-        >>> known(torch.tensor(True)), torch.func.vmap(lambda x: x + (known(x > 0) is None))(torch.ones(2))
+        >>> from fn.kernels.flags import is_true
+        >>> is_true(torch.tensor(True)), torch.func.vmap(lambda x: x + (is_true(x > 0) is None))(torch.ones(2))
         (True, tensor([2., 2.]))
 
-    None also where it holds no number: in a trace, and one for each of many under `vmap`.
+    None where it holds no number: in a trace, and one for each of many under `vmap`.
+
+    Args: wait: outside of `assumed`, wait for a flag on a device. Else that is None, too.
     """
     if not is_concrete(flag):
         return None
-    if is_on_host(flag):
+    if is_on_host(flag) or (wait and _here.flags is None):
         return bool(flag)
     if _here.flags is None:
         return None
     # Whoever opened `assumed` reads it later: to read it here would wait for the device in every link.
     _here.flags.append(flag)
     return True
-
-
-def read(flag: Tensor) -> bool | None:
-    """Return whether a 0-d flag is true, and wait for its device outside of `assumed`; None if it holds no number."""
-    found = known(flag)
-    return bool(flag) if found is None and is_concrete(flag) else found
 
 
 def all_of(flags: list[Tensor]) -> bool | Tensor:

@@ -12,7 +12,7 @@ as the state of a link.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -68,13 +68,14 @@ class Average(NamedTuple):
 
 @says(name="compressed_average")
 class CompressedAverage(NamedTuple):
-    """The rule of `compressed_average`, with its arguments."""
+    """The rule of `compressed_average`, with its arguments. arrange: leaves -> the vectors that travel."""
 
     axis: AxisNames
     codec: Codecs
     feedback: Feedbacks
     layout: str
     servers: bool
+    arrange: Callable[[Sequence[Tensor]], list[layouts.Bucket]]
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -279,7 +280,7 @@ def _in_codes(
     # Only `differences()` has one: its error is the sum of all that has arrived, which exact steps change, too.
     delivered = worker_feedback.delivered if isinstance(axis, str) else None
 
-    def arrange(leaves: list[Tensor], rows: int | None = None) -> list[layouts.Bucket]:
+    def arrange(leaves: Sequence[Tensor], rows: int | None = None) -> list[layouts.Bucket]:
         # Half precision beside float32: momenta of bfloat16 params are float32, and have to find the errors that init
         # made for the params.
         rows = row_count(axis, servers=servers) if rows is None else rows
@@ -368,7 +369,7 @@ def _in_codes(
         return Transform(init, averaging(exactly), compressed, local, facts=facts)
     if gather_feedback is not None:
         return Transform(init, unchanged, compressed, unchanged, facts=facts)
-    rule = CompressedAverage(axis, codec, feedback, layout, servers, compressed)
+    rule = CompressedAverage(axis, codec, feedback, layout, servers, arrange, compressed)
     return Transform(init, unchanged, rule, unchanged, facts=facts)
 
 

@@ -40,7 +40,7 @@ from fn.compiling import original
 from fn.errors import expected
 from fn.facts import Averages
 from fn.kernels import rules
-from fn.kernels.flags import known, read
+from fn.kernels.flags import is_true
 from fn.roles import declare
 from fn.schedules import Every, Schedule, always_warm_up, phases_of
 from fn.transforms.adam import zeros_like_moment
@@ -228,9 +228,9 @@ def _late(tx: Transform, correction: float) -> Transform:
         """Step along the direction that has arrived, with the params and the rate of now."""
         check_state(state, LateState)
         no = torch.zeros_like(state.there)
-        left_out = state.left_out if known(state.there) else state.left_out + state.missing.to(state.left_out)
+        is_there = is_true(state.there, wait=True)
+        left_out = state.left_out if is_there else state.left_out + state.missing.to(state.left_out)
         left = state._replace(there=no, missing=no, left_out=left_out)
-        is_there = read(state.there)
         if is_there is False:
             return params, left
         moves, rest = step(state.arrived, state.inner[cut:end], params)

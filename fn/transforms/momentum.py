@@ -11,7 +11,7 @@ from fn.arguments import check_flag, check_interval
 from fn.base import Phase, Transform, UpdateFn, check_state, lift, missing, says
 from fn.facts import ELEMENTWISE
 from fn.kernels import rules
-from fn.kernels.flags import known
+from fn.kernels.flags import is_true
 from fn.roles import declare
 from fn.transforms.adam import moving_average, zero_moments
 from fn.transforms.leafwise import apply
@@ -54,7 +54,7 @@ class Trace(NamedTuple):
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
         mu = self.moved(updates, state.mu)
-        if not known(all_finite(tree.leaves(mu))):
+        if not is_true(all_finite(tree.leaves(mu))):
             return None
         return self.direction(updates, mu, out=mu), partial(self.moved, updates, state.mu, state.mu)
 

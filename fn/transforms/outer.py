@@ -36,7 +36,7 @@ from fn.collectives.simulation import replicated_if_equal
 from fn.compiling import original
 from fn.facts import Facts, merged
 from fn.kernels import lists, rules
-from fn.kernels.flags import are_assumed, known, read
+from fn.kernels.flags import are_assumed, is_true
 from fn.kernels.tracing import is_concrete
 from fn.roles import ERROR, declare
 from fn.transforms.adam import zeros_like_moment
@@ -50,7 +50,7 @@ from fn.transforms.outer_checks import (
     check_schedule,
     local_phase,
 )
-from fn.transforms.skip_nonfinite import all_finite, only_where
+from fn.transforms.skip_nonfinite import all_finite, chosen, only_where
 
 Tree = Any
 
@@ -264,7 +264,7 @@ def outer(
         """Return what the ranks of an island have alike, which vmap cannot know."""
         return replicated_if_equal(x, inside) if inside else x
 
-    def chosen(
+    def fragment_of(
         number: int, state: OuterState, params: Tree, field: str
     ) -> tuple[Tree, list[Tensor], int, Sequence[int]]:
         """Return the params in the order of the state, their leaves, and the entry and the places of a fragment."""
@@ -274,7 +274,7 @@ def outer(
 
     def difference(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs, and whether it is finite."""
-        params, leaves, number, places = chosen(number, state, params, "begin")
+        params, leaves, number, places = fragment_of(number, state, params, "begin")
         if not places:
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
@@ -286,7 +286,7 @@ def outer(
         # Ranks with the same place in their islands average with each other. One rank's NaN would be left out of the
         # mean of its place only, and the places' anchors would part for good: so it is a NaN on the whole island.
         sound = true_on_all(all_finite(differences), island, device_of(leaves))
-        if island and not known(sound):
+        if island and not is_true(sound):
             differences = [torch.where(sound.to(x.device), x, torch.nan) for x in differences]
         # With store="cpu" they wait in the host's memory, and `mean` brings them back to the device.
         differences = [alike(x.to(host)) for x in differences]
@@ -302,7 +302,7 @@ def outer(
 
     def mean(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Average the pseudo-gradients over the ranks; keep the mean, and the residual errors if it is finite."""
-        params, leaves, number, places = chosen(number, state, params, "begin")
+        params, leaves, number, places = fragment_of(number, state, params, "begin")
         if not places:
             return params, state
         anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
@@ -318,11 +318,13 @@ def outer(
 
     def outer_step(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Take the outer step, if the exchange has begun."""
-        params, leaves, number, places = chosen(number, state, params, "end")
-        # A flag on a device is not read here: the outer step is computed, and not selected below.
-        if not places or _is_known(~state.begun[number]):
+        params, leaves, number, places = fragment_of(number, state, params, "end")
+        # A flag on a device is not waited for: the outer step is computed, and not selected below.
+        if not places or is_true(state.begun[number]) is False:
             return params, state
-        begun, structure = state.begun[number], tree.flatten(params)[1]
+
+        # 1. compute: the anchor and the outer state behind the step
+        structure = tree.flatten(params)[1]
         anchor, pending = tree.leaves(state.anchor), tree.leaves(state.pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]  # a narrow anchor would round the step away
@@ -333,43 +335,40 @@ def outer(
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
         # Rounded results, too: what is finite in float32 may overflow in float16 params, or in a narrow anchor.
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
-        ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
-        ok = true_on_all(ok, island, device_of(leaves))
-        taken = ok & begun.to(ok.device)
-        # `sound` is true where no exchange ends, too. `counts`: nor did an average take this rank's difference times 0.
-        sound = counts = (state.sound[number] | ~begun).to(ok.device)
-        for factor in roles.find(state.sync[number], "difference"):
-            counts = counts & (factor != 0).to(ok.device)
-        if read(taken & counts):  # then nothing below is selected, which would take a pass and memory for each tensor
-            # Flags on the host, for what is below to know them without another wait.
-            ok = taken = sound = counts = torch.ones_like(taken, device="cpu")
-            after = stored
-        else:
-            outer_state = tree.map(lambda new, old: _chosen(taken, new, old), outer_state, state.outer[number])
-            after = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
-        left_out = state.left_out if _is_known(ok) else state.left_out + (begun & ~ok.to(begun.device)).long()
+        finite = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
+
+        # 2. decide: whether all ranks take the step, and whether this rank's params go along
+        finite = true_on_all(finite, island, device_of(leaves))
+        factors = roles.find(state.sync[number], "difference")
+        verdict = _decided(finite, state.begun[number], state.sound[number], factors)
+
+        # 3. write: the anchor first, then the params
+        after = chosen(verdict.taken, stored, before)
+        outer_state = chosen(verdict.taken, outer_state, state.outer[number])
+        left_out = state.left_out
+        if not is_true(verdict.taken):
+            left_out = left_out + (verdict.begun & ~verdict.taken).to(left_out)
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
             pending=tree.unflatten(structure, put(pending, places, _zeros_like(means))),
             outer=tree.with_part(state.outer, number, outer_state),
-            begun=tree.with_part(state.begun, number, torch.zeros_like(begun)),
+            begun=tree.with_part(state.begun, number, torch.zeros_like(state.begun[number])),
             left_out=left_out,
         )
         anchors = [x.to(leaves[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
         moved = anchors
         if alpha:
             moved = [x + alpha * (leaves[i].to(x.dtype) - x) for i, x in zip(places, anchors, strict=True)]
-        if _is_known(taken & counts):
+        if is_true(verdict.taken & verdict.counts):
             return tree.unflatten(structure, put(leaves, places, moved)), state
-        moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
+        moved = chosen(verdict.counts, moved, anchors)
         instead = [leaves[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
         # Only where an exchange has begun: a round that ends none would throw the local steps away.
         if on_skip == "anchor":
-            instead = [_chosen(begun, x.to(p), p) for x, p in zip(after, instead, strict=True)]
-        moved = put(leaves, places, [_chosen(taken, x, old) for x, old in zip(moved, instead, strict=True)])
-        unharmed = (ok & counts) | ~begun.to(ok.device)
-        if not _is_known(unharmed):
-            moved, state = _healed(inner, island, unharmed, sound, leaves, moved, state)
+            instead = chosen(verdict.begun, [x.to(p) for x, p in zip(after, instead, strict=True)], instead)
+        moved = put(leaves, places, chosen(verdict.taken, moved, instead))
+        if not is_true(verdict.unharmed):
+            moved, state = _healed(inner, island, verdict, leaves, moved, state)
         return tree.unflatten(structure, moved), state
 
     exchange = Exchange(difference, mean, outer_step, partial(check_schedule, fragments))
@@ -383,6 +382,41 @@ def outer(
     return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 
 
+class Verdict(NamedTuple):
+    """What was decided where an exchange may end: 0-d bools on one device.
+
+    begun: whether one ends. taken: whether all ranks take its outer step. sound: whether this rank's difference was
+    finite, or none was asked for. counts: nor did an average take it times 0.
+    """
+
+    begun: Tensor
+    taken: Tensor
+    sound: Tensor
+    counts: Tensor
+
+    @property
+    def unharmed(self) -> Tensor:
+        """Return whether nothing was left out that may be due to this rank's numbers."""
+        return (self.taken & self.counts) | ~self.begun
+
+
+def _decided(finite: Tensor, begun: Tensor, sound: Tensor, factors: Sequence[Tensor]) -> Verdict:
+    """Decide what becomes of an exchange.
+
+    Args: finite: whether its results are, on all ranks. begun, sound: of the state. factors: by which the average
+        multiplied this rank's difference.
+    """
+    begun = begun.to(finite.device)
+    taken, sound = finite & begun, sound.to(finite.device) | ~begun
+    counts = sound
+    for factor in factors:
+        counts = counts & (factor != 0).to(finite.device)
+    if is_true(taken & counts, wait=True):
+        # Flags on the host, so that nothing is selected by them: that takes a pass and memory for each tensor.
+        return Verdict(*[torch.ones_like(taken, device="cpu")] * 4)
+    return Verdict(begun, taken, sound, counts)
+
+
 def _after_mean(ok: Tensor, after: Tree, before: Tree) -> Tree:
     """Return the state of an average whose mean is left out where ok is false.
 
@@ -390,16 +424,16 @@ def _after_mean(ok: Tensor, after: Tree, before: Tree) -> Tree:
     goes on: with an old number of its turn NoLoCo would draw the same pairs in the next exchange.
     """
 
-    def chosen(new: Tensor, old: Tensor, mark: str) -> Tensor:
+    def kept(new: Tensor, old: Tensor, mark: str) -> Tree:
         if mark != ERROR and not new.is_floating_point():
             return new
-        return _chosen(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
+        return chosen(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
 
-    return after if _is_known(ok) else tree.map(chosen, after, before, roles.kinds(after))
+    return after if is_true(ok) else tree.map(kept, after, before, roles.kinds(after))
 
 
 def _healed(
-    inner: Transform, island: Sequence[str], ok: Tensor, sound: Tensor, params: list[Tensor], moved: list[Tensor],
+    inner: Transform, island: Sequence[str], verdict: Verdict, params: list[Tensor], moved: list[Tensor],
     state: OuterState,
 ) -> tuple[list[Tensor], OuterState]:  # fmt: skip
     """Give a rank that is not finite the anchor and a fresh inner state, where an exchange was left out.
@@ -407,17 +441,16 @@ def _healed(
     So does a rank whose difference alone was not finite, and which the average left out. With the params that it has
     every later mean would not be finite, and no exchange would ever be taken again.
 
-    Args: island: axes whose ranks do it together. ok: where nothing was left out, 0-d. sound: where this rank's
-        difference was finite, 0-d. params, moved: before the outer step and after it.
+    Args: island: axes whose ranks do it together. params, moved: before the outer step and after it.
     """
     # The inner state as well: a NaN in a moment would be back in the params after the next local step.
     is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
-    fine = sound.to(is_finite.device) & (ok.to(is_finite.device) | is_finite)
+    fine = verdict.sound.to(is_finite.device) & (verdict.unharmed.to(is_finite.device) | is_finite)
     anchor, structure = tree.flatten(state.anchor)
-    moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
+    moved = chosen(fine, moved, [a.to(x) for x, a in zip(moved, anchor, strict=True)])
     # Made in every case, and selected below: to ask first whether it is needed would wait for the device.
     fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))
-    return moved, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
+    return moved, state._replace(inner=chosen(fine, state.inner, fresh))
 
 
 def local_steps(
@@ -434,7 +467,7 @@ def local_steps(
         updates, params = check(updates, state, params)
         moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
         # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
-        dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
+        dropped = state.dropped if is_true(ok) else state.dropped + (~ok).to(state.dropped)
         return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
     def of(other: UpdateFn) -> OuterLocal:
@@ -457,12 +490,11 @@ def taken_alone(
     for new, old in zip(roles.find(after, "skips"), roles.find(state, "skips"), strict=True):
         ok = ok if new is old else ok & (new == old).to(ok.device)  # what a guard inside skips counts as left out
     ok = true_on_all(ok, shards, device_of(params))
-    if known(ok):
+    if is_true(ok):
         return moves, after, ok
     moves = only_where(ok, moves, params)
     leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given
-    chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state), strict=True)]
-    return moves, tree.unflatten(structure, chosen), ok
+    return moves, tree.unflatten(structure, chosen(ok, leaves, tree.leaves(state))), ok
 
 
 def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]], tuple[list[Tensor], Tree]]:
@@ -516,13 +548,3 @@ def _zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     zeros = {kind: x.new_zeros(()) for kind, x in kinds.items()}
     # () -> the shape of each, with strides of 0: all are one number in memory
     return [zeros[x.dtype, x.device].expand_as(x) for x in tensors]
-
-
-def _is_known(ok: Tensor) -> bool:
-    """Tell whether a flag is known to be true without waiting for a device."""
-    return ok.device.type == "cpu" and is_concrete(ok) and bool(ok)
-
-
-def _chosen(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Return `new` where ok, else `old`."""
-    return new if new is old or _is_known(ok) else torch.where(ok.to(new.device), new, old)

@@ -14,7 +14,7 @@ from fn.arguments import check_is_transform
 from fn.base import Guarded, NewParams, Phase, Transform, UpdateFn, check_state, combine, facts_of
 from fn.collectives.agreement import device_of, true_on_all
 from fn.errors import expected
-from fn.kernels.flags import known
+from fn.kernels.flags import is_true
 from fn.kernels.table import direct
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
@@ -141,7 +141,7 @@ def _keep_or_skip(
     ok: Tensor, updates: Tree, after: Tree, state: SkipState, params: Tree, instead: float | None = None
 ) -> tuple[Tree, SkipState]:
     """Return updates and `after` where ok; elsewhere updates that move nothing, or `instead`, and the old state."""
-    if known(ok):  # a branch costs nothing here, a selection a pass
+    if is_true(ok):  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, state.skipped)
     skipped = state.skipped + (~ok).to(state.skipped)
     return only_where(ok, updates, params, instead), SkipState(chosen(ok, after, state.inner), skipped)
@@ -159,7 +159,7 @@ def only_where(ok: Tensor, updates: Tree, params: Tree, instead: float | None = 
 
 def chosen(ok: Tensor, new: Tree, old: Tree) -> Tree:
     """Return `new` where ok, else `old`; without a pass over them where the host knows, or where both are the same."""
-    if known(ok):
+    if is_true(ok):
         return new
     return tree.map(lambda x, y: x if x is y else torch.where(ok.to(x.device), x, y), new, old)
 
@@ -187,7 +187,7 @@ def _by_kernel(leaves: list[Tensor]) -> Tensor:
 def nan_unless_finite(updates: Tree, momentum: Tree) -> Tree:
     """Return updates, NaN if the momentum is not finite: a clamp would hide that from the guard, which is to skip."""
     ok = all_finite(tree.leaves(momentum))
-    return updates if known(ok) else tree.map(lambda u: torch.where(ok.to(u.device), u, torch.nan), updates)
+    return updates if is_true(ok) else tree.map(lambda u: torch.where(ok.to(u.device), u, torch.nan), updates)
 
 
 def _is_on_host(leaves: list[Tensor]) -> bool:

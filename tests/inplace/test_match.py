@@ -81,6 +81,18 @@ def test_a_chain_by_hand_is_the_named_optimizer_bit_for_bit_and_in_place():
         assert all(map(torch.equal, by_hand[1], by_name[1]))
 
 
+def name_and_tuple_of_it(servers: bool) -> list[Any]:
+    makes = [partial(chains.onebit_adam, axis=axis, servers=servers) for axis in ("data", ("data",))]
+    return [train(make, {"data": dist.get_world_size()}) for make in makes]
+
+
+@pytest.mark.parametrize("servers", [True, False])
+def test_an_axis_in_a_tuple_is_taken_in_place_as_the_same_axis_by_its_name(servers):
+    for (taken, by_name, _), (taken_too, in_tuple, _) in ranks.run(2, name_and_tuple_of_it, servers):
+        assert taken == taken_too >= 7
+        assert all(map(torch.equal, by_name, in_tuple))
+
+
 TWO_AXES: dict[str, dict[str, Any]] = {
     "": {},
     "without servers": {"servers": False},

@@ -461,16 +461,20 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     landed = live if at_once or end is None else tree.with_leaves(live, arrived(core, end))
     states, new, flight, carried = landed, params, None, dict[int, Tensor]()
     compare, heard = nothing, list[Tensor]()
+
+    # 1. begin: this rank's difference to the anchor, and its mean if the exchange ends at once
     if begin is not None:
         states, new = each(core, "difference", begin, states, new)
         # Before the mean, which sends the difference.
         states = weighed(landed, states, weight)
-    if begin is not None and at_once:
-        compare = core.announce(begin, core.steps, core.resting)
-        with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
-            compare()
-        states, new = each(core, "mean", begin, states, new)
+        if at_once:
+            compare = core.announce(begin, core.steps, core.resting)
+            with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
+                compare()
+            states, new = each(core, "mean", begin, states, new)
     noted = [] if at_once else tree.leaves(states)
+
+    # 2. end: the outer step, from a mean that is there
     if end is not None:
         with flags.assumed() as assumed:
             taken = each(core, "outer", end, states, new)
@@ -480,6 +484,8 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
             # Nothing is sent in this part, so a rank may take it again alone.
             taken = each(core, "outer", end, states, new)
         states, new = taken
+
+    # 3. write: what the other two made, in the commit; the mean of an exchange that ends later leaves now
     before, after = tree.leaves(live), tree.leaves(states)
     if begin is not None and not at_once:  # what the difference wrote travels with the mean, and lands with it
         changed = (i for i, x in enumerate(tree.leaves(landed)) if noted[i] is not x and after[i] is noted[i])

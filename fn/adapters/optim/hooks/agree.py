@@ -226,7 +226,7 @@ def announced(
 
     def compare() -> None:
         # (W, 2) against the (1, 2) of rank 0.
-        if flags.known((rows == rows[:1]).all()):
+        if flags.is_true((rows == rows[:1]).all()):
             return
         heard = rows.tolist()
         check_calls(heard, axes, LOCAL_STEP_TAKEN)
