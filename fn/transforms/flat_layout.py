@@ -280,8 +280,9 @@ def nonzero(row: Tensor, bucket: Bucket, index: int | Tensor) -> Tensor:
     if isinstance(index, int):
         return torch.stack([x.any() for x in row.split(cuts(bucket, index))])
     # The ends of the parts in all rows, (W, S + 1) -> in this one, (S + 1,)
-    ends = torch.tensor([[0, *accumulate(cuts(bucket, r))] for r in range(bucket.segments.valid.shape[0])])
-    ends = ends.to(row.device).index_select(0, index.to(row.device).view(1)).view(-1)
+    of_rows = [[0, *accumulate(cuts(bucket, r))] for r in range(bucket.segments.valid.shape[0])]
+    ends = torch.tensor(of_rows, dtype=torch.int64, device=row.device)
+    ends = ends.index_select(0, index.to(row.device).view(1)).view(-1)
     up_to = F.pad((row != 0).cumsum(0), (1, 0))  # (n / W + 1,)
     return up_to.gather(0, ends).diff() > 0
 

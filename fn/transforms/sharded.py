@@ -436,7 +436,7 @@ def zero_on_all(
     for bucket, x in vectors:
         row = int(index) if is_concrete(index, x) else index
         here.update(zip(bucket.leaf_indices, (~layouts.nonzero(x, bucket, row)).unbind(), strict=True))
-    nowhere = torch.zeros((), dtype=torch.bool)
+    nowhere = torch.zeros((), dtype=torch.bool, device="cpu")
     # S of () -> (S,)
     flags = torch.stack([x & here.get(i, nowhere).to(x.device) for i, x in enumerate(asked)])
     return [*(psum(flags.int(), axis) == axis_size(axis)).unbind()]
