@@ -109,17 +109,17 @@ class Exchange(NamedTuple):
 
         return update
 
-    def within(self, place: int | str) -> Exchange:
+    def at(self, place: int | str) -> Exchange:
         """Return the exchange of a larger state, a tuple or a dict that holds this one's at a place."""
 
-        def inside(f: Callable[[int, Tree, Tree], tuple[Tree, Tree]]) -> Callable[[int, Tree, Tree], tuple[Tree, Tree]]:
+        def placed(f: Callable[[int, Tree, Tree], tuple[Tree, Tree]]) -> Callable[[int, Tree, Tree], tuple[Tree, Tree]]:
             def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
                 params, own = f(number, state[place], params)
                 return params, tree.with_part(state, place, own)
 
             return run
 
-        return Exchange(inside(self.difference), inside(self.mean), inside(self.outer), self.check)
+        return Exchange(placed(self.difference), placed(self.mean), placed(self.outer), self.check)
 
 
 class NewParams(NamedTuple):
@@ -286,7 +286,7 @@ def chain(*links: Transform) -> Transform:
     for link in links[exchanges[0][0] + 1 :] if exchanges else ():
         for f in links_of(link.compressed_update):
             _check_hands_on(f.update)
-    exchange = exchanges[0][1].within(exchanges[0][0]) if exchanges else None
+    exchange = exchanges[0][1].at(exchanges[0][0]) if exchanges else None
     return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange, links=links)
 
 

@@ -104,7 +104,7 @@ def replace(state: Tree, role: str, f: Callable[[Tree], Tree]) -> Tree:
             if name not in values
         }
         return type(state)(**values, **deeper)
-    return tree.rebuilt(state, lambda value: replace(value, role, f)) if tree.inside(state) else state
+    return tree.rebuilt(state, lambda value: replace(value, role, f)) if tree.children(state) else state
 
 
 def roles_of(state: Tree) -> Roles:

@@ -206,7 +206,7 @@ def _misfit(like: Tensor, leaf: Any) -> str:
     return f"{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
-def inside(tree: Tree) -> Sequence[Any]:
+def children(tree: Tree) -> Sequence[Any]:
     """Return the trees in a tuple, list or dict; none in a tensor, nor in what holds tensors only."""
     values = [*tree.values()] if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
     return () if {*_map(type, values)} <= _TENSORS else values  # without a look at each: states hold long lists
@@ -214,7 +214,7 @@ def inside(tree: Tree) -> Sequence[Any]:
 
 def named_tuples(tree: Tree) -> list[Any]:
     """Return the NamedTuples in a tree, outermost first."""
-    deeper = [found for value in inside(tree) for found in named_tuples(value)]
+    deeper = [found for value in children(tree) for found in named_tuples(value)]
     return [tree, *deeper] if isinstance(tree, tuple) and hasattr(tree, "_fields") else deeper
 
 
@@ -241,7 +241,7 @@ def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) 
     """Return the tree with every NamedTuple of a type, or of one of several, replaced by f of it, outermost first."""
     if isinstance(tree, kind):
         return f(tree)
-    return rebuilt(tree, lambda value: replace(value, kind, f)) if inside(tree) else tree
+    return rebuilt(tree, lambda value: replace(value, kind, f)) if children(tree) else tree
 
 
 def with_leaves(tree: Tree, new: Mapping[int, Any]) -> Tree:

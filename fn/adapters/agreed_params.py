@@ -237,7 +237,7 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Tree]:
         for name, value in zip(state._fields, state, strict=True):
             yield from _apart(value, own or name in local)
     else:
-        for value in tree.inside(state):
+        for value in tree.children(state):
             yield from _apart(value, own)
 
 

@@ -8,7 +8,7 @@ from fn import tree
 from fn.arguments import check_function
 from fn.base import UpdateFn
 from fn.compiling import own_code
-from fn.inplace.memory import aside, check_apart, written_into
+from fn.inplace.memory import aside, check_apart, copy_plan
 
 Tree = Any
 
@@ -46,8 +46,8 @@ def donate(update: UpdateFn) -> UpdateFn:
 
 
 def write_back(old: Tree, new: Tree) -> None:
-    """Copy the leaves of `new` into those of `old`, as `written_into` says.
+    """Copy the leaves of `new` into those of `old`, as `copy_plan` says.
 
     Raises: ValueError if structure, shapes or dtypes differ, or if a leaf cannot be written; nothing is written then.
     """
-    written_into(old, new)()
+    copy_plan(old, new)()

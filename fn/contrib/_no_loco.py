@@ -217,7 +217,7 @@ def own_anchors(
 
     assert whole.exchange is not None
     # Past the guard: what one pair sees the others do not, so that ranks would skip apart.
-    unguarded = whole.exchange.within(0)  # 0: `inner` of the guard's state
+    unguarded = whole.exchange.at(0)  # 0: `inner` of the guard's state
     # What was hidden from `outer` is said again to whoever is outside.
     facts = facts_of(guarded)._replace(unequal=True)
     return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded, facts=facts)

@@ -29,7 +29,7 @@ __all__ = ["sparse_average", "sparta"]
 Tree = Any
 
 
-def chosen(n: int, piece: int, turn: Tensor, number: int, seed: int, device: torch.device) -> Tensor | None:
+def draw_elements(n: int, piece: int, turn: Tensor, number: int, seed: int, device: torch.device) -> Tensor | None:
     """Return which of the n elements of tensor `number` are averaged in a turn, ascending int64; None for all."""
     if piece == 1 or n == 0:
         return None
@@ -123,7 +123,7 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> fn.Tran
         # by name, not by place: keys of dicts come in any order, and all ranks must choose the same elements
         number_of = {path: number for number, path in enumerate(sorted(paths))}
         named = zip(paths, wide, strict=True)
-        places = [chosen(x.numel(), piece, state.turn, number_of[path], seed, x.device) for path, x in named]
+        places = [draw_elements(x.numel(), piece, state.turn, number_of[path], seed, x.device) for path, x in named]
         # of n elements n / piece are sent: (n / piece,)
         own = [x if at is None else x.index_select(0, at) for x, at in zip(wide, places, strict=True)]
         means = _means(own, axis)

@@ -21,7 +21,7 @@ from fn.collectives.compressed import ErrorFeedbackState, VectorPlan, plan_of, r
 from fn.collectives.feedback import fused_with, settle
 from fn.collectives.hierarchy import hops, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
-from fn.inplace.memory import successor, written_into
+from fn.inplace.memory import copy_plan, successor
 from fn.kernels.layout import scale_dtype
 from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan
@@ -220,7 +220,7 @@ class PureAverage(NamedTuple):
         averages = [torch.lerp(g.to(m.dtype), m, decay) for g, m in zip(grads, mu, strict=True)]
         structure = tree.flatten(params)[1]
         mean, new_sync = self.update(tree.unflatten(structure, averages), sync, params)
-        return PureMean([m.contiguous() for m in tree.leaves(mean)], written_into(sync, new_sync))
+        return PureMean([m.contiguous() for m in tree.leaves(mean)], copy_plan(sync, new_sync))
 
 
 class PureMean(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Link, UpdateFn
-from fn.inplace.memory import written_into
+from fn.inplace.memory import copy_plan
 from fn.inplace.protocol import DTYPE, WITH_FLOAT16, InPlace, Staged, number
 from fn.kernels.reference.steps import is_normal
 from fn.kernels.table import direct
@@ -36,7 +36,7 @@ class Head(NamedTuple):
             updates, after = link.update(updates, before, params)
             if after is not before:
                 # Kept until the step is written: a step that is skipped leaves these states as they were.
-                writes.append(written_into(before, after))
+                writes.append(copy_plan(before, after))
 
         def write() -> None:
             for write_state in writes:

@@ -18,7 +18,7 @@ from fn.kernels.tracing import is_concrete
 Tree = Any
 
 
-def written_into(old: Tree, new: Tree, renewed: Tree = ()) -> Callable[[], None]:
+def copy_plan(old: Tree, new: Tree, renewed: Tree = ()) -> Callable[[], None]:
     """Return a function that copies the leaves of `new` into those of `old`; those of `renewed` get other memory first.
 
     A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now: what is

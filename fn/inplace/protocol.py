@@ -39,7 +39,7 @@ class Asked:
         self.known: list[bool] | None = None
 
     def answers(self) -> list[bool]:
-        """Return the flags on the host; a device is waited for where `settled` has not brought them along."""
+        """Return the flags on the host; a device is waited for where `wait_for_flags` has not brought them along."""
         if self.known is None:
             self.known = self.flags.tolist()
         return self.known
@@ -59,7 +59,7 @@ class Staged(NamedTuple):
     asked: Asked | None = None
 
 
-def settled(steps: Sequence[Staged]) -> list[Staged]:
+def wait_for_flags(steps: Sequence[Staged]) -> list[Staged]:
     """Return steps with bools; a device is waited for once."""
     # Steps may share a flag, which then travels once; those of several devices are read one by one.
     flags = [step.ok for step in steps]

@@ -328,7 +328,7 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
     """Return a row of the table on so many ranks."""
     topology, step = ("flat" if isinstance(ranks, int) else "two-level"), _NONE
     if row.local:  # differences are in float32, whatever the gradients are; in a node all train on one mean gradient
-        step = _NONE if isinstance(ranks, int) else parts_of(model, partial(within, ranks=ranks[0]), bucket)
+        step = _NONE if isinstance(ranks, int) else parts_of(model, partial(node_average, ranks=ranks[0]), bucket)
         model = model._replace(width=4)
     sends: Sends = partial(row.send, ranks=ranks)
     if isinstance(row.cut, int):
@@ -364,7 +364,7 @@ def owned_newton_schulz(model: Model, ranks: Ranks) -> float:
     return newton_schulz(model) / (ranks if isinstance(ranks, int) else math.prod(ranks))
 
 
-def within(model: Model, ranks: int) -> list[Message]:
+def node_average(model: Model, ranks: int) -> list[Message]:
     """Return an exact average in a node of so many ranks."""
     return [message._replace(axis="local") for message in traffic.exact(model, ranks)]
 

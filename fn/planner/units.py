@@ -36,13 +36,13 @@ def bits_per_second(text: str) -> float:
     wanted = "a bandwidth such as 100mbit, 10gbit or 25gbyte"
     if text.rstrip().endswith(("Bps", "BPS")):
         raise ValueError(f"{text!r} may mean bits or bytes; expected {wanted}")
-    return _within(text, _parse(text, _RATES, wanted), wanted)
+    return _in_range(text, _parse(text, _RATES, wanted), wanted)
 
 
 def seconds(text: str) -> float:
     """Return a duration in seconds: "350ms", "1.2s", "5us". Raises: ValueError as `bits_per_second`."""
     wanted = "a duration such as 5us, 350ms or 1.2s"
-    return _within(text, _parse(text, _DURATIONS, wanted), wanted)
+    return _in_range(text, _parse(text, _DURATIONS, wanted), wanted)
 
 
 def count(text: str) -> int:
@@ -84,7 +84,7 @@ def _fraction(text: str) -> float:
         return math.nan
 
 
-def _within(text: str, number: float, wanted: str) -> float:
+def _in_range(text: str, number: float, wanted: str) -> float:
     if not LEAST <= number <= LARGEST:
         raise ValueError(f"{text!r} is out of range; expected {wanted}, from {LEAST:g} to {LARGEST:g}")
     return number

@@ -25,7 +25,7 @@ from fn.roles import declare
 from fn.schedules import Every, Schedule
 from fn.transforms.outer import PlainWarmup, local_steps
 from fn.transforms.outer_checks import averages_of_rounds, check_alike, check_inner, check_sync
-from fn.transforms.skip_nonfinite import all_finite, chosen
+from fn.transforms.skip_nonfinite import all_finite, select
 
 Tree = Any
 
@@ -149,7 +149,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
             if not unequal:
                 ok = all_finite(tree.leaves(after))
                 # The errors, too: with a NaN in them every later mean would be NaN.
-                after, of_sync = chosen(ok, after, wide), chosen(ok, of_sync, syncs[place])
+                after, of_sync = select(ok, after, wide), select(ok, of_sync, syncs[place])
                 left_out = left_out + (~ok).to(left_out)
             after, syncs[place] = tree.map(lambda new, old: new.to(old.dtype), after, before), of_sync
             if kind == "params":

@@ -279,7 +279,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
 
         flat = [region for of_one in regions for region in of_one]
         # the views that are cut: the matrix for tiles, all dimensions for cosines
-        views = [r.of(x.reshape(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
+        views = [r.view(x.reshape(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
         made = iter(tree.in_groups(chunks, [region.sides for region in flat], flat, views))
         # A basis gives at least one part: of a tensor without elements it has no chunks.
         return [[next(made) for _ in of_one] or [_empty(like, (0, 1), dtype)] for of_one in regions]
@@ -305,7 +305,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         numbers = [shape.numel() for shape in shapes]
         vector = _empty(like, (sum(numbers),), like.dtype)  # all tensors, end to end
         tensors = [x.view(shape) for x, shape in zip(_pieces(vector, numbers), shapes, strict=True)]
-        places = [r.of(x.view(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
+        places = [r.view(x.view(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
         _copy(places, [next(made).reshape(place.shape) for place in places])
         return tensors
 
@@ -358,7 +358,7 @@ class _Region(NamedTuple):
         """Return the number of tiles."""
         return math.prod(self.counts)
 
-    def of(self, x: Tensor) -> Tensor:
+    def view(self, x: Tensor) -> Tensor:
         """Return a view of these tiles of the tensor, (counts..., sides...)."""
         for dim, (start, count, side) in enumerate(zip(*self, strict=True)):
             # each dimension becomes two, (count, side)

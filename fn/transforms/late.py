@@ -47,7 +47,7 @@ from fn.transforms.adam import zeros_like_moment
 from fn.transforms.average import Average, agreed
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import chosen, is_fine, skip_nonfinite
+from fn.transforms.skip_nonfinite import is_fine, select, skip_nonfinite
 
 Tree = Any
 
@@ -219,7 +219,7 @@ def _late(tx: Transform, correction: float) -> Transform:
         before = state.inner[:cut]
         out, after = towards(state.gradients, before, params)
         ok = true_on_all(is_fine(out, after, before), facts.shards, device_of(out))
-        after = chosen(ok, after, before)
+        after = select(ok, after, before)
         out = tree.map(lambda u, old: u.to(old.dtype), tree.in_order(out, state.arrived, "updates"), state.arrived)
         there = ok.to(state.there.device)
         return params, state._replace(inner=(*after, *state.inner[cut:]), arrived=out, there=there, missing=~there)
@@ -248,7 +248,7 @@ def _late(tx: Transform, correction: float) -> Transform:
         )
         if is_there:
             return new, taken
-        result: tuple[Tree, LateState] = chosen(state.there, (new, taken), (params, left))
+        result: tuple[Tree, LateState] = select(state.there, (new, taken), (params, left))
         return result
 
     exchange = Exchange(difference, mean, outer, check_schedule)

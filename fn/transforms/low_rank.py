@@ -406,10 +406,10 @@ def _reshape(leaves: Sequence[Tensor], axis: str, feedback: Feedback) -> Reshape
     hops = Hop(axis, identity(), feedback), Hop(axis, identity(), off())
     move = errors_reshape(leaves, axis, lambda world: rows, *hops)
 
-    def of(errors: tuple[Tree, ...]) -> ErrorFeedbackState:
+    def as_state(errors: tuple[Tree, ...]) -> ErrorFeedbackState:
         return ErrorFeedbackState(errors, ((),) * len(errors))
 
     return Reshape(
-        lambda errors, world, rank: move.addends(of(errors), world, rank),
-        lambda total, fresh: move.adopt(total, of(fresh)).worker,
+        lambda errors, world, rank: move.addends(as_state(errors), world, rank),
+        lambda total, fresh: move.adopt(total, as_state(fresh)).worker,
     )

@@ -313,7 +313,7 @@ def in_parts(inner: Transform, labels: Sequence[str]) -> Transform:
 def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, Chosen]]) -> Exchange:
     """Return the exchange of a label's params as one of all of them, in the state of a partition."""
     # In a function of its own: lambdas made in a loop would all see the last label.
-    return _on_some(exchange, lambda params: places(params)[label]).within(label)
+    return _on_some(exchange, lambda params: places(params)[label]).at(label)
 
 
 def _one_after_the_other(exchanges: list[Exchange]) -> Exchange:

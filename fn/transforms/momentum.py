@@ -43,7 +43,7 @@ class Trace(NamedTuple):
         """Return the directions, and the state with the next momentum."""
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
-        mu = self.moved(updates, state.mu)
+        mu = self.next_momentum(updates, state.mu)
         return self.direction(updates, mu), MomentumState(mu)
 
     def late(self, updates: Tree, state: MomentumState) -> tuple[Tree, Callable[[], None]] | None:
@@ -53,12 +53,12 @@ class Trace(NamedTuple):
         """
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
-        mu = self.moved(updates, state.mu)
+        mu = self.next_momentum(updates, state.mu)
         if not is_true(all_finite(tree.leaves(mu))):
             return None
-        return self.direction(updates, mu, out=mu), partial(self.moved, updates, state.mu, state.mu)
+        return self.direction(updates, mu, out=mu), partial(self.next_momentum, updates, state.mu, state.mu)
 
-    def moved(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
+    def next_momentum(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
         """Return the next momentum. out: as for `leafwise.apply`."""
         return apply(rules.plus, (updates, mu), self.decay, like=1, out=out)
 

@@ -50,7 +50,7 @@ from fn.transforms.outer_checks import (
     check_schedule,
     local_phase,
 )
-from fn.transforms.skip_nonfinite import all_finite, chosen, only_where
+from fn.transforms.skip_nonfinite import all_finite, only_where, select
 
 Tree = Any
 
@@ -343,8 +343,8 @@ def outer(
         verdict = _decided(finite, state.begun[number], state.sound[number], factors)
 
         # 3. write: the anchor first, then the params
-        after = chosen(verdict.taken, stored, before)
-        outer_state = chosen(verdict.taken, outer_state, state.outer[number])
+        after = select(verdict.taken, stored, before)
+        outer_state = select(verdict.taken, outer_state, state.outer[number])
         left_out = state.left_out
         if not is_true(verdict.taken):
             left_out = left_out + (verdict.begun & ~verdict.taken).to(left_out)
@@ -361,12 +361,12 @@ def outer(
             moved = [x + alpha * (leaves[i].to(x.dtype) - x) for i, x in zip(places, anchors, strict=True)]
         if is_true(verdict.taken & verdict.counts):
             return tree.unflatten(structure, put(leaves, places, moved)), state
-        moved = chosen(verdict.counts, moved, anchors)
+        moved = select(verdict.counts, moved, anchors)
         instead = [leaves[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
         # Only where an exchange has begun: a round that ends none would throw the local steps away.
         if on_skip == "anchor":
-            instead = chosen(verdict.begun, [x.to(p) for x, p in zip(after, instead, strict=True)], instead)
-        moved = put(leaves, places, chosen(verdict.taken, moved, instead))
+            instead = select(verdict.begun, [x.to(p) for x, p in zip(after, instead, strict=True)], instead)
+        moved = put(leaves, places, select(verdict.taken, moved, instead))
         if not is_true(verdict.unharmed):
             moved, state = _healed(inner, island, verdict, leaves, moved, state)
         return tree.unflatten(structure, moved), state
@@ -427,7 +427,7 @@ def _after_mean(ok: Tensor, after: Tree, before: Tree) -> Tree:
     def kept(new: Tensor, old: Tensor, mark: str) -> Tree:
         if mark != ERROR and not new.is_floating_point():
             return new
-        return chosen(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
+        return select(ok if mark == ERROR else ok.to(new.device) | new.isfinite().all(), new, old)
 
     return after if is_true(ok) else tree.map(kept, after, before, roles.kinds(after))
 
@@ -447,10 +447,10 @@ def _healed(
     is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
     fine = verdict.sound.to(is_finite.device) & (verdict.unharmed.to(is_finite.device) | is_finite)
     anchor, structure = tree.flatten(state.anchor)
-    moved = chosen(fine, moved, [a.to(x) for x, a in zip(moved, anchor, strict=True)])
+    moved = select(fine, moved, [a.to(x) for x, a in zip(moved, anchor, strict=True)])
     # Made in every case, and selected below: to ask first whether it is needed would wait for the device.
     fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))
-    return moved, state._replace(inner=chosen(fine, state.inner, fresh))
+    return moved, state._replace(inner=select(fine, state.inner, fresh))
 
 
 def local_steps(
@@ -494,7 +494,7 @@ def taken_alone(
         return moves, after, ok
     moves = only_where(ok, moves, params)
     leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given
-    return moves, tree.unflatten(structure, chosen(ok, leaves, tree.leaves(state))), ok
+    return moves, tree.unflatten(structure, select(ok, leaves, tree.leaves(state))), ok
 
 
 def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]], tuple[list[Tensor], Tree]]:

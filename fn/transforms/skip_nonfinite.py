@@ -107,7 +107,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
         looks = phase is not Phase.LOCAL
         return Guarded(inner_update, looks, update if looks else local, partial(guarded, phase))
 
-    exchange = inner.exchange and inner.exchange.within(0)  # 0: `inner` of the guard's state
+    exchange = inner.exchange and inner.exchange.at(0)  # 0: `inner` of the guard's state
     return combine([inner], init, lambda phase, of: guarded(phase, *of), exchange=exchange, links=inner.links)
 
 
@@ -144,7 +144,7 @@ def _keep_or_skip(
     if is_true(ok):  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, state.skipped)
     skipped = state.skipped + (~ok).to(state.skipped)
-    return only_where(ok, updates, params, instead), SkipState(chosen(ok, after, state.inner), skipped)
+    return only_where(ok, updates, params, instead), SkipState(select(ok, after, state.inner), skipped)
 
 
 def only_where(ok: Tensor, updates: Tree, params: Tree, instead: float | None = None) -> Tree:
@@ -157,7 +157,7 @@ def only_where(ok: Tensor, updates: Tree, params: Tree, instead: float | None = 
     return tree.map(lambda u: torch.where(ok.to(u.device), u, still), updates)
 
 
-def chosen(ok: Tensor, new: Tree, old: Tree) -> Tree:
+def select(ok: Tensor, new: Tree, old: Tree) -> Tree:
     """Return `new` where ok, else `old`; without a pass over them where the host knows, or where both are the same."""
     if is_true(ok):
         return new

@@ -64,7 +64,7 @@ class Shards(NamedTuple):
     dims: tuple[int | None, ...] | None = None
     labels: tuple[str, ...] | None = None
 
-    def chosen(self, places: Sequence[int]) -> Shards:
+    def subset(self, places: Sequence[int]) -> Shards:
         """Return those of some leaves."""
         of_leaves = self.shapes, self.dims, self.labels
         return Shards(self.axis, *(None if x is None else tuple(x[i] for i in places) for x in of_leaves))  # type: ignore[arg-type]
@@ -238,7 +238,7 @@ def labelled(
     # The whole tensors are shown in parts, behind the exchange; what goes element by element sees pieces as they are.
     divided = shards._replace(labels=tuple(flat) if any(isinstance(name, Label) for name in flat) else None)
     pieces = tree.map(str, labels_of_pieces)
-    return pieces, lambda label: divided.chosen([i for i, name in enumerate(flat) if name == label])
+    return pieces, lambda label: divided.subset([i for i, name in enumerate(flat) if name == label])
 
 
 class _Cut(NamedTuple):

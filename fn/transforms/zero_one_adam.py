@@ -265,12 +265,12 @@ def scale_by_zero_one_adam(
         mean = zeros_kept(mean, state.nu)
         mu = rebuilt_momentum(mean, elapsed)
 
-        def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
+        def move(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
             step = rules.clamped(over_root(s, v, eps), limit * elapsed) if limit < math.inf else over_root(s, v, eps)
             return (x - elapsed * weight_decay * x + step).to(x.dtype)
 
         # From the anchor, not from the params: steps taken back would leave rounding of another kind on each rank.
-        anchor = tree.map(moved, state.anchor, mean, state.nu)
+        anchor = tree.map(move, state.anchor, mean, state.nu)
         peak = peak_of(peak, all_finite([*tree.leaves(anchor), *tree.leaves(mu)]))
         zero = torch.zeros_like(state.elapsed)
         ages = tuple(torch.full_like(age, FILLED) if i == 0 else age for i, age in enumerate(ages))

@@ -168,7 +168,7 @@ def read(filled: Mapping[str, Tensor], old: int) -> dict[str, Any]:
     return found
 
 
-def moved(core: Core, saved: Mapping[str, Any], old: int) -> dict[str, Tensor]:
+def convert(core: Core, saved: Mapping[str, Any], old: int) -> dict[str, Tensor]:
     """Return {key: tensor} for this world from what another one saved. All ranks must call it.
 
     Floating-point numbers of `extra` become their mean over the ranks that saved, as parameters of each rank's own do,

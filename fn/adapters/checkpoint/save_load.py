@@ -158,7 +158,7 @@ def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str |
             state = rows.of_this_rank(optimizer, found)
         else:
             logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, world()[1])
-            state = rows.moved(optimizer, found, old)
+            state = rows.convert(optimizer, found, old)
     # `restore` writes params and state together: an exception between the two would leave a model of neither step.
     of_optimizer = {key: x for key, x in state.items() if not key.startswith(EXTRA)}
     restore(optimizer, of_optimizer, place_of(optimizer), params_of(optimizer))

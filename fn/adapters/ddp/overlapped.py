@@ -29,7 +29,7 @@ from fn.base import Phase, Round
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import Binding
 from fn.collectives.profiling import Watchers, watched_by
-from fn.inplace.protocol import Staged, settled
+from fn.inplace.protocol import Staged, wait_for_flags
 from fn.kernels.flags import temporarily
 
 logger = logging.getLogger("fn")
@@ -132,7 +132,7 @@ class Overlap:
         core, phase, scaling = self._optimizer, self._phase, self._scaling
 
         def stage() -> Staged:
-            return stage_group(core, unit, phase, core.units[unit].of(unscaled([grads], *scaling)))
+            return stage_group(core, unit, phase, core.units[unit].tree_of(unscaled([grads], *scaling)))
 
         return stage
 
@@ -156,7 +156,7 @@ class Overlap:
                     self.begin()
                 steps = self._results(phase)
             # One wait for all: whether the numbers of each unit are finite, and whether the gradients are as they were.
-            *steps, compared = settled([*steps, Staged(unchanged, lambda: None)])
+            *steps, compared = wait_for_flags([*steps, Staged(unchanged, lambda: None)])
             if not compared.ok:
                 raise error()
         core.staged.update(enumerate(steps))

@@ -240,10 +240,10 @@ def scale_by_zero_one_adam(
         mean, errors = sync.compressed_update(scaled, state.sync, params)
         mu = rebuilt_momentum(mean, elapsed)
 
-        def moved(p: Tensor, u: Tensor, e: Tensor, s: Tensor, v: Tensor) -> Tensor:
+        def move(p: Tensor, u: Tensor, e: Tensor, s: Tensor, v: Tensor) -> Tensor:
             return (p.to(u.dtype) + u - e + over_root(s, v, eps)).to(u.dtype)
 
-        new_params = tree.map(moved, params, moves, went, mean, state.nu)
+        new_params = tree.map(move, params, moves, went, mean, state.nu)
         peak = peak_of(largest(mean), all_finite([*tree.leaves(new_params), *tree.leaves(mu)]))
         zeros = tree.map(torch.zeros_like, went)
         state = state._replace(mu=mu, went=zeros, elapsed=torch.zeros_like(elapsed), peak=peak, sync=errors)

@@ -34,9 +34,9 @@ from fn.collectives.transports.failure_detection import falling_silent, raising_
 from fn.compiling import original
 from fn.errors import expected
 from fn.inplace.match import in_place
-from fn.inplace.memory import aside, check_apart, copy_into, move, written_into
+from fn.inplace.memory import aside, check_apart, copy_into, copy_plan, move
 from fn.inplace.own_memory import in_own_memory
-from fn.inplace.protocol import InPlace, Staged, on_host, settled
+from fn.inplace.protocol import InPlace, Staged, on_host, wait_for_flags
 from fn.kernels import flags
 from fn.schedules import Schedule, phase_of
 
@@ -81,7 +81,7 @@ class Unit:
     @property
     def params(self) -> Tree:
         """Return the tensors that the transform steps: of a DTensor this rank's piece."""
-        return self.of([pieces(group["params"]) for group in self.given])
+        return self.tree_of([pieces(group["params"]) for group in self.given])
 
     @property
     def members(self) -> list[Tensor]:
@@ -99,7 +99,7 @@ class Unit:
         found, shapes = roles.find(self.state, "copies"), [p.shape for p in tree.leaves(self.params)]
         return [copy for copy in map(tree.leaves, found) if [x.shape for x in copy] == shapes]
 
-    def of(self, lists: Sequence[list[Tensor]]) -> Tree:
+    def tree_of(self, lists: Sequence[list[Tensor]]) -> Tree:
         """Return lists, one for each of its groups, as the tree that its transform takes."""
         return tuple(lists) if self.spans else lists[0]
 
@@ -177,7 +177,7 @@ class Core(torch.optim.Optimizer):
             self.follow_groups()
             phase = self.now = self.next_phase
             self.moved = take(self, phase)
-        note_written(self)
+        record_versions(self)
         # Counted before the exchange: the local step has been taken, also if the exchange fails.
         self.steps += 1
         if isinstance(phase, Round) and phase != Round():
@@ -346,14 +346,14 @@ def take(core: Core, phase: Phase | Round) -> bool:
     units = range(len(core.units))
     if len(core.staged) < len(units):
         lists = iter(core.gradients(phase))
-        grads = [unit.of([next(lists) for _ in unit.groups]) for unit in core.units]
+        grads = [unit.tree_of([next(lists) for _ in unit.groups]) for unit in core.units]
         with core.staging(phase):
             for i in units:
                 if i not in core.staged:
                     core.staged[i] = stage_group(core, i, phase, grads[i])
     # One wait for the device, for the flags of all units.
-    steps = settled([core.staged.pop(i) for i in units])
-    moves = together(core, all(step.ok for step in steps), phase)
+    steps = wait_for_flags([core.staged.pop(i) for i in units])
+    moves = agree_to_step(core, all(step.ok for step in steps), phase)
     # Copied before the first write; what rests gets its numbers back behind the last one.
     put_back = core.held() if moves else nothing
     with core.writing(), step_range("apply"):
@@ -366,7 +366,7 @@ def take(core: Core, phase: Phase | Round) -> bool:
     return moves
 
 
-def together(core: Core, ok: bool, phase: Phase | Round) -> bool:
+def agree_to_step(core: Core, ok: bool, phase: Phase | Round) -> bool:
     """Return whether a step is taken: where ranks hold pieces of one model, or an island's steps, only if all agree."""
     facts = [facts_of(unit.transform) for unit in core.units]
     axes = dict.fromkeys(
@@ -407,7 +407,7 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         # A mean that is on its way may read the gradients that were kept last, in their memory.
-        write_state = written_into(state, after._replace(skipped=state.skipped), roles.find(state, "taken"))
+        write_state = copy_plan(state, after._replace(skipped=state.skipped), roles.find(state, "taken"))
 
         def commit() -> None:
             for write in (*late, write_state):
@@ -494,7 +494,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     # What lands with the mean is not written now: until then these leaves stay as they were.
     kept = [x if i in carried else y for i, (x, y) in enumerate(zip(before, after, strict=True))]
     # The state is written first, so `rounded_into` copies new params aside that lie in its memory.
-    write_state, write_params = written_into(before, kept), rounded_into(params, new, before)
+    write_state, write_params = copy_plan(before, kept), rounded_into(params, new, before)
     put_back = core.held(exchange=True)
 
     def commit() -> None:
@@ -502,7 +502,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
             write_state()
             write_params()
             put_back()
-        note_written(core)
+        record_versions(core)
         if end is not None and not at_once:
             core.flights[:] = [other for other in core.flights if other.number != end]
         core.flights += [flight] if flight else []
@@ -515,7 +515,7 @@ def versions_of(unit: Unit) -> list[tuple[int, int]]:
     return [(x.untyped_storage()._cdata, x._version) for x in tree.leaves(unit.params)]
 
 
-def note_written(core: Core) -> None:
+def record_versions(core: Core) -> None:
     """Note that fn has written the params last."""
     for unit in core.units:
         unit.versions = versions_of(unit) if unit.has_copies else []
@@ -607,7 +607,7 @@ def land(core: Core) -> None:
     while core.flights:
         changed = arrived(core, core.flights[0].number)
         before = tree.leaves([unit.state for unit in core.units])
-        write = written_into([before[i] for i in changed], [*changed.values()])
+        write = copy_plan([before[i] for i in changed], [*changed.values()])
         with core.writing(), torch.no_grad():
             write()
         del core.flights[0]

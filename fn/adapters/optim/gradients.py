@@ -131,7 +131,7 @@ def _have_their_own(state: Tree) -> bool:
         said = roles.roles_of(state)
         if roles.rank_local(state).difference(said.errors, said.taken):
             return True
-    return any(map(_have_their_own, tree.inside(state)))
+    return any(map(_have_their_own, tree.children(state)))
 
 
 def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:

@@ -91,7 +91,7 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
         last = [(*p.shape[-2:-1], 1000 + i)[-(p.ndim or 1) :] for i, p in enumerate(params)]
         shapes = [(1,) * max(0, p.ndim - 2) + some for p, some in zip(params, last, strict=True)]
         members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
-        stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
+        stand_ins = unit.tree_of([[next(members) for _ in group["params"]] for group in unit.groups])
         number = {shape: i for i, shape in enumerate(shapes)}
         with alone(core.binding.axes), divisions.collected() as notes:
             made = unit.transform.init(stand_ins)

@@ -25,7 +25,7 @@ from fn.adapters.optim.resting import counted, places_of
 from fn.adapters.optim.shards import as_dtensor, division_of, is_dtensor, pieces
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
-from fn.inplace.memory import written_into
+from fn.inplace.memory import copy_plan
 from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
 from fn.schedules import Remembering
 
@@ -174,7 +174,7 @@ def restore(
     of_states = tree.by_path(core.states, "state.").items()
     buffers = {**(params or {}), **{path: x for path, x in of_states if path in mine}}
     # The last thing that may raise; behind it nothing is refused any more, only written.
-    write_all = written_into([*buffers.values()], [mine[path] for path in buffers])
+    write_all = copy_plan([*buffers.values()], [mine[path] for path in buffers])
     with core.writing(), torch.no_grad():
         write_all()
         for (group, _), new in zip(_of_groups(core), entries, strict=True):

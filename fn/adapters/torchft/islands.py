@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from fn import roles, tree
-from fn.adapters.optim.core import Flight, device_of, note_written, stage_exchange
+from fn.adapters.optim.core import Flight, device_of, record_versions, stage_exchange
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
@@ -238,7 +238,7 @@ class Islands(Optimizer):
             return
         if not pace.taken or pace.taken % steps:  # the same on all ranks of an island, which ask each other
             return
-        if any(self.within(pace.is_late(*self.late))):
+        if any(self.gather(pace.is_late(*self.late))):
             logger.warning("this island is late, and takes the outer step with the others in the middle of its round")
             self.arrive(trained=False)
 
@@ -305,7 +305,7 @@ class Islands(Optimizer):
                 raise
             self.drop(error)
         # A rank that votes now while another of its island votes at the end of the round would wait for it in vain.
-        told = self.within([came, late])
+        told = self.gather([came, late])
         all_came, late = all(of_rank for of_rank, _ in told), any(of_rank for _, of_rank in told)
         if came and not all_came:
             group.abort()
@@ -400,7 +400,7 @@ class Islands(Optimizer):
         told: list[list[float]] = all_gather(mine, self.islands).tolist()
         return told
 
-    def within(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks of this island. Raises: `PeerLost` if one of them is lost."""
         try:
             with self.ranks:
@@ -418,7 +418,7 @@ class Islands(Optimizer):
         errored = self.manager.errored()
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
-        told = self.within([self.steps, self.behind, self.unsent, self.pace.seconds(), problem is not None, text])
+        told = self.gather([self.steps, self.behind, self.unsent, self.pace.seconds(), problem is not None, text])
         if problem is not None:
             raise problem
         self.seconds = max(row[3] for row in told)
@@ -492,7 +492,7 @@ class Islands(Optimizer):
             with self.writing():
                 for (p, anchor), x in zip(pairs, apart, strict=True):
                     p.copy_(anchor + x)
-            note_written(self)
+            record_versions(self)
 
         return Staged(True, commit)
 
@@ -539,7 +539,7 @@ class Islands(Optimizer):
         except RuntimeError as error:
             failure = error
         if rank in behind and rank != source:  # all of its ranks become copies, or none does
-            told = self.within([failure is None, rank in takers])
+            told = self.gather([failure is None, rank in takers])
             if failure is None and not all(came for came, _ in told):
                 failure = RuntimeError("another rank of this island did not get the state")
             if failure is None and any(needed for _, needed in told):

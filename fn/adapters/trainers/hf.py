@@ -178,7 +178,7 @@ class Callback(_Callback):
     def on_train_end(self, args: Any, state: Any, *others: Any, **given: Any) -> None:
         """Leave the model with the params that all ranks agree on, unless it is the best one of the run."""
         if not (args.load_best_model_at_end and state.best_model_checkpoint):
-            ranks.settle(self.opt, self.trainer.model)
+            ranks.load_agreed(self.opt, self.trainer.model)
 
     def agreed(self, *args: Any) -> Any:
         """Return the context in which the model is evaluated and saved."""

@@ -122,7 +122,7 @@ class FnStrategy:
     def on_train_end(self) -> None:
         """Leave the module with the agreed params."""
         for opt in self.opts:
-            ranks.settle(opt, self.model)
+            ranks.load_agreed(opt, self.model)
         super().on_train_end()  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **options: Any) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fn.adapters.agreed_params import agreed_buffers, agreed_pairs
 from fn.adapters.checkpoint.rows import world
 from fn.adapters.ddp.data_parallel import keep_local, over_ranks
-from fn.adapters.optim.core import note_written
+from fn.adapters.optim.core import record_versions
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.state_dict import marks_of
 from fn.base import Phase, Transform
@@ -85,11 +85,11 @@ def optimizer_of(model: nn.Module, make: Callable[..., Transform], options: dict
 
 
 @torch.no_grad()
-def settle(opt: Optimizer, model: nn.Module) -> None:
+def load_agreed(opt: Optimizer, model: nn.Module) -> None:
     """Leave a model with what all ranks agree on, at the end of its training: params, and the mean of buffers."""
     for x, agreed in [*agreed_pairs(opt), *agreed_buffers(opt, [model])]:
         x.copy_(agreed)
-    note_written(opt)
+    record_versions(opt)
 
 
 def tell_of_skips(prepared: Any, opt: Optimizer) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS, BlockTable, block_table, run
 from fn.kernels.cpu.intrinsics import bits_of, floats, ints, magnitude, octets, of_magnitude
-from fn.kernels.cpu.loops import INFINITY, ONE, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.loops import INFINITY, ONE, STEP, ZERO, block_of, compiled, limit, pad, streams, write
 from fn.kernels.cpu.signs import messages
 from fn.kernels.cpu.steps import larger_magnitude
 from fn.kernels.memory_pool import empty
@@ -147,7 +147,7 @@ def quantize_blocks(low, high, grid, x, codes, scales, width, scratch):
     for k in range(low, high):
         r, first, length, s, _ = block_of(grid, k)
         here, row = r * grid.segments + s, x + 4 * (r * grid.n + first)
-        real = within(ints(grid.valid)[here], length)
+        real = limit(ints(grid.valid)[here], length)
         # Codes are of whole segments, and behind its real elements the input need not be zero.
         if real < length:
             write(scratch, row, real, False)
@@ -182,7 +182,7 @@ def feedback_blocks(
     for k in range(low, high):
         r, first, length, s, _ = block_of(grid, k)
         here, place = r * grid.segments + s, r * grid.n + first
-        real, old = within(ints(grid.valid)[here], length), floats(error_scales)[here]
+        real, old = limit(ints(grid.valid)[here], length), floats(error_scales)[here]
         compensate(x + 4 * place, error + place, old, h, real)
         pad(h, real, length)
         to = codes + bytes_of(place, width)
@@ -213,7 +213,7 @@ def decode_blocks(low, high, grid, codes, row_stride, stride, ranks, scales, wid
             if ranks > 1:
                 for j in range(count):
                     mean[j] *= share
-            pad(scratch, within(real - i, count), count)
+            pad(scratch, limit(real - i, count), count)
             write(to + 4 * i, scratch, count, nontemporal)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, limit, pad, streams, write
 from fn.kernels.cpu.signs import sum_of_squares
 from fn.kernels.cpu.steps import extents, larger_magnitude, onebit_piece
 from fn.kernels.layout import plain
@@ -93,7 +93,7 @@ def drift_blocks(low, high, grid, ps, anchors, mus, gs, nus, widths, sizes, deca
             at, count = 4 * (start + i), min(STEP, length - i)
             p, a, mu = ints(ps)[s] + at, ints(anchors)[s] + at, ints(mus)[s] + at
             g, nu = ints(gs)[s] + at, ints(nus)[s] + at
-            inside = within(have - i, count)
+            inside = limit(have - i, count)
             drift_piece(p, a, mu, g, nu, decay, eps, lr, scratch, inside)
             pad(scratch, inside, count)
             write(row + 4 * i, scratch, count, nontemporal)

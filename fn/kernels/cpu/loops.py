@@ -119,7 +119,7 @@ def block_of(grid, k):
 
 
 @compiled()
-def within(count, most):
+def limit(count, most):
     """Return a count, at least 0 and at most `most`."""
     return max(min(count, most), 0)
 

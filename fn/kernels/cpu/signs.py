@@ -13,7 +13,7 @@ from torch import Tensor
 from fn.kernels import layout
 from fn.kernels.cpu.blocks import add_up, block_table, run
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
-from fn.kernels.cpu.loops import PREFETCH, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.loops import PREFETCH, STEP, ZERO, block_of, compiled, limit, pad, streams, write
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import compensated, lerp, residual
@@ -109,12 +109,12 @@ def encode_blocks(low, high, grid, x, averages, received, buffer, sent, out, bit
         scale, nontemporal = floats(sent)[here] if buffer else ZERO, streams(grid, out + row)
         for i in range(0, length, STEP):
             at, byte, count = row + 4 * i, (first + i) // 8, min(STEP, length - i)
-            inside = within(real - i, count)
+            inside = limit(real - i, count)
             if mus:
                 start = r * ints(widths)[s] + offset + i
                 soon, too, b = ints(mus)[s] + 4 * start, ints(gs)[s] + 4 * start, scratch
                 # `inside` counts valid elements of the row, `sizes` those of the tensor, which may be fewer.
-                average(soon, too, decay, b, within(ints(sizes)[s] - start, count), count)
+                average(soon, too, decay, b, limit(ints(sizes)[s] - start, count), count)
             elif codes:
                 theirs, factors = codes + r * row_stride + byte, scales + 4 * (r * ranks * grid.segments + s)
                 soon, too, b = buffer + at, buffer + at, scratch
@@ -139,7 +139,7 @@ def decode_blocks(low, high, grid, received, row_stride, stride, ranks, scales, 
         nontemporal = streams(grid, out + row)
         for i in range(0, length, STEP):
             count = min(STEP, length - i)
-            inside, at = within(real - i, count), theirs + (first + i) // 8
+            inside, at = limit(real - i, count), theirs + (first + i) // 8
             unpack_mean(at, stride, ranks, factors, grid.segments, scratch, inside, count)
             write(out + row + 4 * i, scratch, count, nontemporal)
 
@@ -153,7 +153,7 @@ def residual_blocks(low, high, grid, b, scales, out, scratch):
         real, scale, nontemporal = ints(grid.valid)[here] - offset, floats(scales)[here], streams(grid, out + row)
         for i in range(0, length, STEP):
             at, count = row + 4 * i, min(STEP, length - i)
-            leave(b + at, scale, scratch, within(real - i, count), count)
+            leave(b + at, scale, scratch, limit(real - i, count), count)
             write(out + at, scratch, count, nontemporal)
 
 

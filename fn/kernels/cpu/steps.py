@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, streams, within, write
+from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, limit, streams, write
 from fn.kernels.cpu.signs import divided, encode, messages, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
@@ -27,7 +27,7 @@ LARGE_BLOCK = 1 << 16
 
 
 @compiled("contract")
-def moved(m, g, b1):
+def next_momentum(m, g, b1):
     """Return the next momentum, zero where it is not normal.
 
     Where gradients stay zero, as those of rare words do, a momentum would otherwise come to rest at 5.6e-45, and some
@@ -56,7 +56,7 @@ def onebit_blocks(
     for k in range(low, high):
         r, first, length, s, offset = block_of(grid, k)
         start = r * ints(widths)[s] + offset
-        have = within(ints(sizes)[s] - start, length)
+        have = limit(ints(sizes)[s] - start, length)
         p, nu = ints(ps)[s] + 4 * start, ints(nus)[s] + 4 * start
         mu = ints(mus)[s] + 4 * start
         theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
@@ -76,12 +76,12 @@ def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
     param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
     if frozen:
         for j in range(count):
-            new = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
+            new = kept_at_zero(next_momentum(m[j], x[j], b1), v[j], ZERO, ZERO)
             m[j] = new
             param[j] = adamw(param[j], new, v[j], *descent)
     else:
         for j in range(count):
-            new, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
+            new, square = next_momentum(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
             m[j], v[j] = new, square
             param[j] = adamw(param[j], new, square, *descent)
 

@@ -12,7 +12,7 @@ import warnings
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit, device_of, note_written, versions_of
+from fn.adapters.optim.core import Core, Unit, device_of, record_versions, versions_of
 from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params, compare_resting, mark_of
 from fn.base import Phase
 from fn.collectives.agreement import FIRST_STEP, calling
@@ -29,7 +29,7 @@ def follow_params(core: Core) -> None:
     Raises: `RanksDisagree`, on all ranks, where the first step would start from params that differ, or some rest on
         some ranks only.
     """
-    written = [written_in(unit) for unit in core.units]
+    written = [written_params(unit) for unit in core.units]
     if core.steps == 0 and not core.has_begun:
         # The header of the first step says so, too, and what rests.
         axes, word = axes_of_calls(core), mark_of(core.resting) << 1 | any(written)
@@ -42,14 +42,14 @@ def follow_params(core: Core) -> None:
                     check_same_params(core)
         for unit in core.units if wrote else ():
             copy_anew(unit)
-        note_written(core)
+        record_versions(core)
         core.has_begun = True  # an overlap comes here from the backward pass, and the step once more
     elif not core.warned and any(written) and core.next_phase is not Phase.WARMUP:
         core.warned = True
         warn(next(unit.names[places[0]] for places, unit in zip(written, core.units, strict=True) if places))
 
 
-def written_in(unit: Unit) -> list[int]:
+def written_params(unit: Unit) -> list[int]:
     """Return which params of a unit have other versions than fn left them with; none if it is not known."""
     now = versions_of(unit) if unit.versions else []
     return [i for i, version in enumerate(now) if version != unit.versions[i]]
