@@ -132,7 +132,7 @@ class NewParams(NamedTuple):
     params: Tree
 
 
-def says(**facts: Any) -> Callable[[C], C]:
+def declare_rule(**facts: Any) -> Callable[[C], C]:
     """Return a decorator that gives the class of a rule what it says of itself: see `UpdateFn`.
 
     A NamedTuple has fields for what differs between its values; this is for what is the same for all of them.
@@ -290,7 +290,7 @@ def chain(*links: Transform) -> Transform:
     return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange, links=links)
 
 
-@says(hands_down=True)
+@declare_rule(hands_down=True)
 class Chained(NamedTuple):
     """The update of a chain: those of its links, one after the other."""
 

@@ -77,15 +77,15 @@ def merged(*facts: Facts) -> Facts:
     """
 
     def names(field: str) -> tuple[str, ...]:
-        values = [getattr(said, field) for said in facts]
+        values = [getattr(one, field) for one in facts]
         for value in values:
             if isinstance(value, str):
                 raise TypeError(expected(f"facts.{field}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
         return (*dict.fromkeys(name for value in values for name in value),)
 
     fields = {field: names(field) for field in ("axes", "whole", "tree", "shards", "inside")}
-    flags = {field: any(getattr(said, field) for said in facts) for field in ("silent", "unequal")}
-    phases = zip(*(said.averaged for said in facts), strict=True)
+    flags = {field: any(getattr(one, field) for one in facts) for field in ("silent", "unequal")}
+    phases = zip(*(one.averaged for one in facts), strict=True)
     averages = Averages(*((*dict.fromkeys(axis for axes in phase for axis in axes),) for phase in phases))
     whole = Facts(**fields, **flags, batched=_batched(facts))  # type: ignore[arg-type]
     return whole if averages == whole.averaged else whole._replace(averages=averages)
@@ -93,10 +93,10 @@ def merged(*facts: Facts) -> Facts:
 
 def _batched(facts: tuple[Facts, ...]) -> bool | Callable[[Any], list[bool]]:
     """Return the fact `batched` of several together: no leaf is a batch where one of them needs whole stacks."""
-    said = [one.batched for one in facts if one.whole]
-    functions = [batched for batched in said if callable(batched)]
-    if not functions or True in said or not all(said):
-        return bool(said) and all(said)
+    flags = [one.batched for one in facts if one.whole]
+    functions = [batched for batched in flags if callable(batched)]
+    if not functions or True in flags or not all(flags):
+        return bool(flags) and all(flags)
 
     def batched(params: Any) -> list[bool]:
         return [any(flags) for flags in zip(*(f(params) for f in functions), strict=True)]
@@ -106,6 +106,6 @@ def _batched(facts: tuple[Facts, ...]) -> bool | Callable[[Any], list[bool]]:
 
 def of_branches(whole: Facts, branches: list[Facts]) -> Facts:
     """Return the facts of a transform that gives each parameter to one branch: it averages what all of them do."""
-    phases = zip(*(said.averaged for said in branches), strict=True)
+    phases = zip(*(one.averaged for one in branches), strict=True)
     each = [[axis for axis in first if all(axis in axes for axes in rest)] for first, *rest in phases]
     return whole._replace(averages=Averages(*map(tuple, each)))

@@ -161,14 +161,14 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     own. Args: mark: of what no class names.
     """
     if isinstance(states, tuple) and hasattr(states, "_fields"):
-        said, own = roles_of(states), ERROR
-        if mark == SHARD or said.shard:
+        declared, own = roles_of(states), ERROR
+        if mark == SHARD or declared.shard:
             # A field inside of a shard's state belongs to the shard, whatever the inner class says of itself.
             own = SHARD
         elif has_local_params(states):
             own = OWN
-        marks = {name: ERROR if name in said.errors else own for name in rank_local(states)}
-        marks |= dict.fromkeys(said.owned, OWNED) | dict.fromkeys(said.plan, PLAN)
+        marks = {name: ERROR if name in declared.errors else own for name in rank_local(states)}
+        marks |= dict.fromkeys(declared.owned, OWNED) | dict.fromkeys(declared.plan, PLAN)
         fields = zip(states._fields, states, strict=True)
         return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))
     if isinstance(states, tuple | list | dict):

@@ -85,8 +85,8 @@ def _compare(optimizer: Optimizer, since: int | None) -> None:
 
     # The header has a digest. Over an axis of shards it may differ without a fault.
     word = int.from_bytes(digest(sorted(replicated.items()), 8), "little", signed=True)
-    with calling("check_drift", axes_of_calls(optimizer), device, word) as said:
-        if len(set(said)) > 1:
+    with calling("check_drift", axes_of_calls(optimizer), device, word) as words:
+        if len(set(words)) > 1:
             compare_on_axes(optimizer.axes, compare, device, drifted)
 
 

@@ -186,8 +186,8 @@ def weighed(
     # NaN compares as no outlier, so it is asked for by itself.
     out = guard.is_outlier(norm, state.history) | ~norm.isfinite()
     # An infinite norm says that a rank leaves itself out, so one message says it all.
-    said = torch.stack([torch.where(out, math.inf, norm), weight])  # (2,)
-    rows = fn.all_gather(said, axes) if axes else said[None]  # (W, 2)
+    row = torch.stack([torch.where(out, math.inf, norm), weight])  # (2,)
+    rows = fn.all_gather(row, axes) if axes else row[None]  # (W, 2)
     ranks = torch.arange(len(rows), dtype=torch.int64, device=norm.device)
     mine = ranks == (fn.axis_index(axes) if axes else 0)  # (W,), the index lies on the host
     norms, tokens = rows.unbind(1)

@@ -296,13 +296,13 @@ def _show(
         print(trials.show(tried, made), "", sep="\n")
         own, steps = trials.measured(tried, compute)
         made = planned(own=own, steps=steps)
-    shown, said = made if arguments.all else one_topology_each(made), recommend(made, arguments.steps_ratio)
+    shown, advice = made if arguments.all else one_topology_each(made), recommend(made, arguments.steps_ratio)
 
     def said_of(each: traffic.Model) -> str:
         return PROBED if arguments.params is None and each is model else _assumed(arguments, each)
 
     if arguments.json:  # files first: behind `| head` nobody may read on
-        found = as_json(made, said) | {"hidden_share": model.hidden_share}
+        found = as_json(made, advice) | {"hidden_share": model.hidden_share}
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
@@ -314,10 +314,10 @@ def _show(
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
-    print(*said.lines, "", title, said_of(model), *about_links(net), "", table_of_picks(made, said), "", sep="\n")
+    print(*advice.lines, "", title, said_of(model), *about_links(net), "", table_of_picks(made, advice), "", sep="\n")
     if arguments.all or arguments.contrib:
         print(as_table(shown, net), "", sep="\n")
-    print(said.why)
+    print(advice.why)
 
 
 PROBED = "shapes and labels: those of the script"
@@ -343,18 +343,18 @@ def about_links(net: Network) -> list[str]:
     return [net.inter.efficiency.words(net.inter.cost.bandwidth)] if net.nodes > 1 else []
 
 
-def table_of_picks(plan: Plan, said: Recommendation) -> str:
+def table_of_picks(plan: Plan, advice: Recommendation) -> str:
     """Return one line a pick, in the order of all pages, below AdamW and exact Muon, and what is known of each."""
     rows = [("take", "when", "step", "steps to the same loss", "time to the same loss", "evidence")]
     rows.append(("adamw", "nothing pays: DDP as it is", _step(plan.base), "100 %", "100 %", ""))
     known = []
-    for pick, c in zip((EXACT_MUON, *PICKS), (said.exact, *said.picks), strict=True):
+    for pick, c in zip((EXACT_MUON, *PICKS), (advice.exact, *advice.picks), strict=True):
         name = f"{c.name}, DDP" if pick is EXACT_MUON else c.label
         steps, time = (show_parts(x) if x else "" for x in (c.evidence.steps, c.time))
         rows.append((name, pick.when, _step(c.prediction), steps, time, c.evidence.grade))
         known.append(f"{name}: {c.evidence.words}")
     lines = [*_columns(rows), "", *known, ABOUT]
-    two_level = any(c.prediction.method.topology != "flat" for c in said.picks)
+    two_level = any(c.prediction.method.topology != "flat" for c in advice.picks)
     return "\n".join([*lines, TWO_LEVEL] if two_level else lines)
 
 
@@ -410,7 +410,7 @@ def _row(prediction: Prediction, plan: Plan, net: Network) -> tuple[str, ...]:
     )
 
 
-def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
+def as_json(plan: Plan, advice: Recommendation) -> dict[str, Any]:
     """Return the plan's numbers: bytes, and seconds; and what is said of them."""
     rows = [
         {
@@ -430,11 +430,11 @@ def as_json(plan: Plan, said: Recommendation) -> dict[str, Any]:
         for p in plan.predictions
     ]
     recommendation = {
-        "take": said.take and said.take.name, "topology": said.take and said.take.prediction.method.topology,
-        "lines": said.lines, "picks": [*map(_as_json, said.picks)], "exact": _as_json(said.exact),
+        "take": advice.take and advice.take.name, "topology": advice.take and advice.take.prediction.method.topology,
+        "lines": advice.lines, "picks": [*map(_as_json, advice.picks)], "exact": _as_json(advice.exact),
     }  # fmt: skip
     return {
-        "pays": said.take is not None, "verdict": said.why, "predictions": rows, "recommendation": recommendation,
+        "pays": advice.take is not None, "verdict": advice.why, "predictions": rows, "recommendation": recommendation,
         "links": _links_as_json(plan.net),
     }  # fmt: skip
 

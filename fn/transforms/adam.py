@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_flag, check_interval, check_is_transform, check_number
-from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, lift, links_of, missing, says
+from fn.base import Phase, Transform, UpdateFn, check_state, declare_rule, facts_of, lift, links_of, missing
 from fn.collectives.agreement import device_of
 from fn.errors import expected
 from fn.kernels import reference, rules
@@ -33,7 +33,7 @@ from fn.transforms.skip_nonfinite import nan_unless_finite
 Tree = Any
 
 
-@says(name="scale_by_adam", takes_out=True)
+@declare_rule(name="scale_by_adam", takes_out=True)
 class Adam(NamedTuple):
     """The rule of `scale_by_adam`, and of a warm-up step of `scale_by_onebit_adam`.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_flag
-from fn.base import Phase, Transform, UpdateFn, check_state, facts_of, missing, says, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_state, declare_rule, facts_of, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
@@ -52,7 +52,7 @@ class CodedAverageState(NamedTuple):
     gradient_errors: ErrorFeedbackState
 
 
-@says(name="average", is_fresh=True)
+@declare_rule(name="average", is_fresh=True)
 class Average(NamedTuple):
     """The rule of the warm-up of `average`, with its arguments."""
 
@@ -66,7 +66,7 @@ class Average(NamedTuple):
         return self.run(updates, state, params)
 
 
-@says(name="compressed_average")
+@declare_rule(name="compressed_average")
 class CompressedAverage(NamedTuple):
     """The rule of `compressed_average`, with its arguments. arrange: leaves -> the vectors that travel."""
 

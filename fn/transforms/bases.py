@@ -124,8 +124,8 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
 
         return update
 
-    said = Facts(() if axis is None else names(axis), ("in_basis",), silent=axis is None and inner is not sync)
-    tx = combine([inner], init, compose, said)
+    facts = Facts(() if axis is None else names(axis), ("in_basis",), silent=axis is None and inner is not sync)
+    tx = combine([inner], init, compose, facts)
     for name in ("warmup_update", "compressed_update", "local_update"):
         if getattr(inner, name) is unchanged:  # then there is nothing to transform there and back for
             tx = tx._replace(**{name: unchanged})

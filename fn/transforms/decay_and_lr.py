@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_flag, check_number
-from fn.base import Transform, check_params, check_state, lift, says
+from fn.base import Transform, check_params, check_state, declare_rule, lift
 from fn.errors import expected
 from fn.kernels import rules
 from fn.transforms.leafwise import apply
@@ -18,7 +18,7 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@says(name="add_decayed_weights", is_fresh=True, takes_out=True, now=True)
+@declare_rule(name="add_decayed_weights", is_fresh=True, takes_out=True, now=True)
 class Decay(NamedTuple):
     """The rule u + weight_decay p."""
 
@@ -33,7 +33,7 @@ class Decay(NamedTuple):
         return apply(rules.decayed, (updates, params), self.weight_decay, out=out), state
 
 
-@says(name="add_decayed_weights", now=True)
+@declare_rule(name="add_decayed_weights", now=True)
 class CautiousDecay(NamedTuple):
     """The rule u + weight_decay p where u p >= 0, and u elsewhere."""
 
@@ -47,7 +47,7 @@ class CautiousDecay(NamedTuple):
         return tree.map(lambda u, p: u + wd * torch.where(u * p >= 0, p, 0.0).to(u.dtype), updates, params), state
 
 
-@says(name="scale_by_learning_rate", is_fresh=True, takes_out=True, now=True)
+@declare_rule(name="scale_by_learning_rate", is_fresh=True, takes_out=True, now=True)
 class Rate(NamedTuple):
     """The rule -lr u."""
 
@@ -122,7 +122,7 @@ class RoundingState(NamedTuple):
     dropped: Tree
 
 
-@says(name="compensate_rounding", now=True, last=True)
+@declare_rule(name="compensate_rounding", now=True, last=True)
 class Rounding(NamedTuple):
     """The rule of `compensate_rounding`."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_interval, check_is_transform, check_number
-from fn.base import Phase, Transform, UpdateFn, check_arguments, check_params, facts_of, lift, missing, says
+from fn.base import Phase, Transform, UpdateFn, check_arguments, check_params, declare_rule, facts_of, lift, missing
 from fn.errors import expected
 from fn.facts import Averages, Facts, merged
 from fn.kernels import layout, reference, rules
@@ -57,7 +57,7 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
-@says(name="scale_by_trust_ratio", is_fresh=True, takes_out=True, now=True)
+@declare_rule(name="scale_by_trust_ratio", is_fresh=True, takes_out=True, now=True)
 class TrustRatio(NamedTuple):
     """The rule of `scale_by_trust_ratio`."""
 
@@ -109,7 +109,7 @@ class LambHyper(NamedTuple):
     factor_threshold: float
 
 
-@says(now=True)
+@declare_rule(now=True)
 class LambWarmup(NamedTuple):
     """The rule of a warm-up step of `scale_by_onebit_lamb`."""
 
@@ -121,7 +121,7 @@ class LambWarmup(NamedTuple):
         return self.run(updates, state, params)
 
 
-@says(now=True)
+@declare_rule(now=True)
 class OnebitLamb(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_lamb`. average: the momentum's."""
 

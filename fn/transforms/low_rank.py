@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_flag, check_is_transform, check_number, check_whole
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, facts_of, missing, says, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, declare_rule, facts_of, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
@@ -59,7 +59,7 @@ class OrthonormalState(LowRankState):
     __slots__ = ()
 
 
-@says(name="low_rank_average", is_fresh=True)
+@declare_rule(name="low_rank_average", is_fresh=True)
 class LowRankAverage(NamedTuple):
     """The rule of `low_rank_average`. axis: its argument."""
 

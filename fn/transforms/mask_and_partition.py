@@ -20,8 +20,8 @@ from fn.base import (
     check_params,
     check_state,
     combine,
+    declare_rule,
     facts_of,
-    says,
 )
 from fn.collectives.agreement import check_order
 from fn.compiling import own_code
@@ -146,14 +146,14 @@ def _batched(facts: Facts, branches: Sequence[Facts], places: Callable[[Tree], I
     def batched(params: Tree) -> list[bool]:
         leaves = tree.leaves(params)
         flags = [False] * len(leaves)
-        for said, chosen in zip(branches, places(params), strict=True):
-            some = [leaves[i] for i in chosen]
-            of_some = said.batched(some) if callable(said.batched) else [said.batched] * len(some)
-            for i, flag in zip(chosen, of_some, strict=True):
+        for one, places_of_one in zip(branches, places(params), strict=True):
+            some = [leaves[i] for i in places_of_one]
+            of_some = one.batched(some) if callable(one.batched) else [one.batched] * len(some)
+            for i, flag in zip(places_of_one, of_some, strict=True):
                 flags[i] = flag
         return flags
 
-    is_refused = not facts.whole or any(said.whole and not said.batched for said in branches)
+    is_refused = not facts.whole or any(one.whole and not one.batched for one in branches)
     return facts._replace(batched=False if is_refused else batched)
 
 
@@ -340,7 +340,7 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
         raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
 
 
-@says(hands_down=True)
+@declare_rule(hands_down=True)
 class Partitioned(NamedTuple):
     """The rule of `partition`. update_of: of each label. of: partitions others in the same way."""
 

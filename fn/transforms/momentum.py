@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fn import tree
 from fn.arguments import check_flag, check_interval
-from fn.base import Phase, Transform, UpdateFn, check_state, lift, missing, says
+from fn.base import Phase, Transform, UpdateFn, check_state, declare_rule, lift, missing
 from fn.facts import ELEMENTWISE
 from fn.kernels import rules
 from fn.kernels.flags import is_true
@@ -27,7 +27,7 @@ class MomentumState(NamedTuple):
     mu: Tree
 
 
-@says(name="trace")
+@declare_rule(name="trace")
 class Trace(NamedTuple):
     """The rule of `trace`, with its arguments."""
 

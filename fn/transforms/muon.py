@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_flag, check_interval, check_number
-from fn.base import Transform, chain, check_state, lift, says
+from fn.base import Transform, chain, check_state, declare_rule, lift
 from fn.errors import expected
 from fn.facts import Facts
 from fn.kernels import rules
@@ -145,7 +145,7 @@ def orthogonalize(
     return lift(init, rule)._replace(facts=Facts(whole=("orthogonalize",), batched=not flatten))
 
 
-@says(name="orthogonalize", is_fresh=True, takes_out=True)
+@declare_rule(name="orthogonalize", is_fresh=True, takes_out=True)
 class NewtonSchulz(NamedTuple):
     """The rule of `orthogonalize`. triples: (a, b, c) of each iteration. Others: as for `scale_by_muon`."""
 
@@ -301,7 +301,7 @@ class NeuronNormState(NamedTuple):
     nu: Tree
 
 
-@says(name="scale_by_neuron_norm", is_fresh=True, takes_out=True)
+@declare_rule(name="scale_by_neuron_norm", is_fresh=True, takes_out=True)
 class NeuronNorm(NamedTuple):
     """The rule of `scale_by_neuron_norm`, with its arguments."""
 

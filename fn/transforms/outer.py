@@ -27,8 +27,8 @@ from fn.base import (
     apply_updates,
     check_arguments,
     check_state,
+    declare_rule,
     facts_of,
-    says,
 )
 from fn.collectives.agreement import check_order, device_of, true_on_all
 from fn.collectives.axis import current_binding
@@ -118,7 +118,7 @@ class PlainWarmup(OuterWarmup):
     __slots__ = ()
 
 
-@says(hands_down=True)
+@declare_rule(hands_down=True)
 class OuterLocal(NamedTuple):
     """The rule of a local step, which is left out if it is not finite.
 

@@ -37,10 +37,10 @@ from fn.base import (
     as_updates,
     check_params,
     check_state,
+    declare_rule,
     facts_of,
     has_phase,
     missing,
-    says,
     update_in,
 )
 from fn.collectives import axis as axes
@@ -88,7 +88,7 @@ class OwnedState(NamedTuple):
     owners: Tensor
 
 
-@says(is_fresh=True)
+@declare_rule(is_fresh=True)
 class Owned(NamedTuple):
     """The rule of a step of `owned`. inner: the inner update. of: makes the same step of another inner update."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_interval, check_number
-from fn.base import Transform, lift, says, stateless
+from fn.base import Transform, declare_rule, lift, stateless
 from fn.errors import expected
 from fn.facts import Facts
 from fn.kernels import rules
@@ -20,7 +20,7 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@says(name="scale_by_shape", is_fresh=True, takes_out=True)
+@declare_rule(name="scale_by_shape", is_fresh=True, takes_out=True)
 class ByShape(NamedTuple):
     """The rule of `scale_by_shape`."""
 

@@ -38,10 +38,10 @@ from fn.base import (
     as_updates,
     check_params,
     check_state,
+    declare_rule,
     facts_of,
     has_phase,
     missing,
-    says,
     update_in,
 )
 from fn.collectives.agreement import check_agreement, check_order, describe, describe_leaves, device_of
@@ -91,7 +91,7 @@ class ShardedState(NamedTuple):
     rested: Tree = ()
 
 
-@says(now=True)  # its master params
+@declare_rule(now=True)  # its master params
 class Sharded(NamedTuple):
     """The rule of `sharded` in a phase. inner: the update of the shard. codes: whether messages are codes."""
 

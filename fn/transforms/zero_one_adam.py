@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.arguments import check_flag, check_is_transform
-from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, facts_of, says
+from fn.base import NewParams, Phase, Transform, UpdateFn, check_arguments, declare_rule, facts_of
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import replicated_if_equal
 from fn.errors import expected
@@ -93,7 +93,7 @@ class ZeroOneAdam(NamedTuple):
     max_step: float
 
 
-@says(now=True)
+@declare_rule(now=True)
 class VarianceStep(NamedTuple):
     """The rule of a variance step."""
 
@@ -109,7 +109,7 @@ class VarianceStep(NamedTuple):
         check_synchronised(read(state.elapsed))
 
 
-@says(now=True)
+@declare_rule(now=True)
 class LocalStep(NamedTuple):
     """The rule of a local step; the decay comes with the synchronisation."""
 
@@ -121,7 +121,7 @@ class LocalStep(NamedTuple):
         return self.run(updates, state, params)
 
 
-@says(now=True)
+@declare_rule(now=True)
 class SynchronisingStep(NamedTuple):
     """The rule of a synchronising step. average: of the steps since the last one."""
 

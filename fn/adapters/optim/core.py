@@ -370,7 +370,7 @@ def agree_to_step(core: Core, ok: bool, phase: Phase | Round) -> bool:
     """Return whether a step is taken: where ranks hold pieces of one model, or an island's steps, only if all agree."""
     facts = [facts_of(unit.transform) for unit in core.units]
     axes = dict.fromkeys(
-        axis for said in facts for axis in (*said.shards, *(said.inside if phase != phase.phase else ()))
+        axis for one in facts for axis in (*one.shards, *(one.inside if phase != phase.phase else ()))
     )
     if len(core.units) < 2 or not axes:  # a unit's own guard asks the ranks that have the rest of its tensors
         return ok

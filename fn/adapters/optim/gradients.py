@@ -128,8 +128,8 @@ def _have_their_own(state: Tree) -> bool:
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         if roles.has_local_params(state):
             return False
-        said = roles.roles_of(state)
-        if roles.rank_local(state).difference(said.errors, said.taken):
+        declared = roles.roles_of(state)
+        if roles.rank_local(state).difference(declared.errors, declared.taken):
             return True
     return any(map(_have_their_own, tree.children(state)))
 

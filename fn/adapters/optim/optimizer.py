@@ -447,7 +447,7 @@ def refuse_thawed(frozen: list[tuple[str, Tensor]]) -> None:
 def knows_gradients(core: Core) -> bool:
     """Return whether no other rank adds to a gradient: this rank is alone, as bound now, or somebody else averages."""
     facts = [facts_of(unit.transform) for unit in core.units]
-    sends = any(said.silent or said.axes for said in facts)
+    sends = any(one.silent or one.axes for one in facts)
     return not sends or all(axis_size(axis) == 1 for axis in core.axes)
 
 

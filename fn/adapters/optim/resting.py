@@ -69,11 +69,11 @@ def whole(x: Tensor) -> Tensor:
 
 def counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
     """Return of each state with corrected moments the ages, first moments, and what tensors sat out, if it says so."""
-    nodes = [(node, said) for node in tree.named_tuples(state) if (said := roles.roles_of(node)).first_moment]
+    nodes = [(node, declared) for node in tree.named_tuples(state) if (declared := roles.roles_of(node)).first_moment]
     found = [
-        tuple(tree.leaves(getattr(node, name)) for (name,) in (said.ages, said.first_moment, said.rested))
-        for node, said in nodes
-        if said.rested
+        tuple(tree.leaves(getattr(node, name)) for (name,) in (declared.ages, declared.first_moment, declared.rested))
+        for node, declared in nodes
+        if declared.rested
     ]
     return [(ages, mus, rested) for ages, mus, rested in found if rested]
 

@@ -385,14 +385,14 @@ def tell_all(value: Any, group: dist.ProcessGroup | None, call: str) -> list[Any
     Args: call: what this rank is in.
     Raises: `RanksDisagree`, on every rank, where another one is in another call, whose objects are of no use here.
     """
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, ("fn", call, value), group=group)
-    calls = [x[1] if isinstance(x, tuple) and x[:1] == ("fn",) and len(x) == 3 else "something else" for x in said]
+    heard: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(heard, ("fn", call, value), group=group)
+    calls = [x[1] if isinstance(x, tuple) and x[:1] == ("fn",) and len(x) == 3 else "something else" for x in heard]
     for rank, other in enumerate(calls):
         if other != calls[0]:
             text = f"rank {rank} of a process group is in {other}, and rank 0 in {calls[0]}"
             raise RanksDisagree(f"ranks disagree: {text}; {SAME_CALL}", rank=rank, field="call")
-    return [value for *_, value in said]
+    return [value for *_, value in heard]
 
 
 def meet(
@@ -432,11 +432,11 @@ def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iter
                 if time.monotonic() >= until:
                     raise TimeoutError(f"rank {', '.join(map(str, sorted(missing)))} did not call in {OPENING:g} s")
                 ready: list[Any] = [key for key, _ in open_calls.select(until - time.monotonic())]
-                for caller, said in ((key.fileobj, key.data) for key in ready if key.fileobj is not listener):
-                    if _is_speaking(caller, said, len(token) + struct.calcsize(RANK)):
+                for caller, heard in ((key.fileobj, key.data) for key in ready if key.fileobj is not listener):
+                    if _is_speaking(caller, heard, len(token) + struct.calcsize(RANK)):
                         continue
                     open_calls.unregister(caller)
-                    peer = _rank_in(said, token)
+                    peer = _rank_in(heard, token)
                     if peer in missing:
                         missing.remove(peer)
                         yield peer, caller
@@ -448,19 +448,19 @@ def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iter
             _hang_up_on(open_calls, 0)
 
 
-def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
+def _is_speaking(caller: socket.socket, heard: bytearray, length: int) -> bool:
     """Read more bytes of a caller; return whether it is still to send some, and has not hung up."""
     part = b""
     with suppress(OSError):
-        part = caller.recv(length - len(said))
-    said += part
-    return bool(part) and len(said) < length
+        part = caller.recv(length - len(heard))
+    heard += part
+    return bool(part) and len(heard) < length
 
 
-def _rank_in(said: bytearray, token: bytes) -> int | None:
+def _rank_in(heard: bytearray, token: bytes) -> int | None:
     """Return the rank that has called, by the token and the number that it sent; None for a stranger."""
-    knows = secrets.compare_digest(said[: len(token)], token) and len(said) == len(token) + struct.calcsize(RANK)
-    return int(struct.unpack(RANK, said[len(token) :])[0]) if knows else None
+    knows = secrets.compare_digest(heard[: len(token)], token) and len(heard) == len(token) + struct.calcsize(RANK)
+    return int(struct.unpack(RANK, heard[len(token) :])[0]) if knows else None
 
 
 def _answer(listener: Any, open_calls: Any) -> None:

@@ -68,7 +68,7 @@ def compare_on_axes(
 def axes_of_calls(core: Core) -> list[str]:
     """Return the axes over which ranks tell each other of a call, those within islands and of shards in front."""
     facts = [facts_of(unit.transform) for unit in core.units]
-    within = {axis for said in facts for axis in (*said.inside, *said.shards)}
+    within = {axis for one in facts for axis in (*one.inside, *one.shards)}
     return sorted(core.wires, key=lambda axis: axis not in within)
 
 

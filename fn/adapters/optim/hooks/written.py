@@ -33,9 +33,9 @@ def follow_params(core: Core) -> None:
     if core.steps == 0 and not core.has_begun:
         # The header of the first step says so, too, and what rests.
         axes, word = axes_of_calls(core), mark_of(core.resting) << 1 | any(written)
-        with calling(FIRST_STEP, axes, device_of(core), word) as said:
-            wrote = any(of_rank & 1 for of_rank in said)
-            if len({of_rank >> 1 for of_rank in said}) > 1:
+        with calling(FIRST_STEP, axes, device_of(core), word) as words:
+            wrote = any(of_rank & 1 for of_rank in words)
+            if len({of_rank >> 1 for of_rank in words}) > 1:
                 compare_resting(core)
             if wrote:
                 with watched_by(Watchers()):  # which no ledger counts
