@@ -131,10 +131,11 @@ OF_NO_KIND = {
 }
 
 
+@pytest.mark.parametrize("make", [partial(fn.Optimizer, make=fn.adamw), OnebitAdam], ids=["fn.Optimizer", "OnebitAdam"])
 @pytest.mark.parametrize("edit", OF_NO_KIND)
-def test_what_holds_no_parameters_at_all_is_refused_like_what_lost_them(edit):
+def test_what_holds_no_parameters_at_all_is_refused_like_what_lost_them(edit, make):
     change, named = OF_NO_KIND[edit]
-    opt = fn.Optimizer([*groups(), {"params": [], "param_names": []}], fn.adamw, lr=0.1)
+    opt = make([*groups(), {"params": [], "param_names": []}], lr=0.1)
     before = numbers(opt)
     change(opt)
     with pytest.raises(ValueError, match=rf"param_groups: expected .*{named} .*taken out .*add_param_group"):
