@@ -39,8 +39,8 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
         leaves, marks = tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state))
         places = places_of(core, unit)
         # What codes delivered in this step is in the errors, which lie in vectors with those of others.
-        sent = {id(x) for role in ("errors", "warmup_errors", "delivered")
-                for x in tree.leaves(roles.find(unit.state, role))}  # fmt: skip
+        errors = (roles.find(unit.state, role) for role in ("errors", "warmup_errors"))
+        sent = {id(x) for found in errors for x in tree.leaves(found)}
         resting = {id(x) for x, i, mark in zip(leaves, places, marks, strict=True)
                    if i is not None and rests[i] and mark != SHARD and id(x) not in sent}  # fmt: skip
         kept += [(x, whole) for x in leaves if id(x) in resting]
