@@ -44,7 +44,8 @@ class Roles(NamedTuple):
     watched: what all ranks hold alike after an exchange, although params or updates differ between them; where a state
         has such fields, `fn.skip_nonfinite` checks only them.
     shard: the number of this rank's shard and the number of shards, (2,) int64.
-    errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet.
+    errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet; also the sum
+        of all that they have delivered.
     warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
     counts: the number of steps behind the moments, 0-d int64; ages: how many updates the first moment and the second
         one have had, 0-d int64 each, () where moments are not bias-corrected.

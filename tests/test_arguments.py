@@ -419,6 +419,26 @@ def test_what_is_inside_of_a_mapping_or_an_iterable_is_looked_at_too(given):
         fn.labels_of(net(), **given)
 
 
+@pytest.mark.parametrize("value", [True, -1, "engine", torch.ones(()), int])
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("fn.adapters.deepspeed.OnebitAdam", "deepspeed"),
+        ("fn.adapters.torchft.optimizer", "manager"),
+        ("fn.adapters.agreed_params", "model"),
+    ],
+)
+def test_what_is_no_object_of_another_library_is_refused_by_name(name, argument, value):
+    assert fault(name, argument, value) == ""
+
+
+@pytest.mark.parametrize("momentum", [-1, 1.0, 2.0, True, torch.tensor(-1.0)])
+@pytest.mark.parametrize("make", [fn.muon, fn.contrib.muon_bp, fn.contrib.nanochat])
+def test_a_momentum_out_of_range_is_refused_by_the_name_that_it_has_there(make, momentum):
+    with pytest.raises(ValueError, match=r"^momentum: expected a number in \[0, 1\)"):
+        make(axis="data", momentum=momentum)
+
+
 @pytest.mark.parametrize("link", [None, 3, "adamw", fn.adamw, [SGD], torch.ones(2)])
 def test_what_is_no_link_is_refused_by_its_place(link):
     with pytest.raises(TypeError, match=r"links\[1\]|link 1"):

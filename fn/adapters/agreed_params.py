@@ -120,7 +120,7 @@ def _listed(model: Modules) -> list[nn.Module] | None:
     listed = [model] if isinstance(model, nn.Module) else model
     if listed is None:
         return None
-    if not isinstance(listed, Iterable):
+    if not isinstance(listed, Iterable) or isinstance(listed, Tensor):  # one of no dimensions cannot be gone through
         raise TypeError(expected("model", "a module, several, or None", type(model).__name__))
     listed = [*listed]
     for module in listed:

@@ -79,7 +79,7 @@ def in_blocks(inner: fn.Transform, blocks: int | AxisNames, dim: int = 0) -> fn.
     return combine([inner], init, compose, fn.Facts(whole=("in_blocks",)))
 
 
-@checked("momentum", "shards", "blocks")
+@checked("shards", "blocks")
 def muon_bp(
     lr: float | Tensor = 0.02,
     momentum: float = 0.95,
@@ -126,6 +126,7 @@ def muon_bp(
     Differs: where params are whole every rank takes the steps of all blocks; in the paper they lie in shards.
     """
     check_interval("block_rate", block_rate, "(0, inf)")
+    check_interval("momentum", momentum, "[0, 1)")
     check_interval("other_rate", other_rate, "[0, inf)")
     waits = axis is not None and shards is None
     other = fn.scale_by_adam(0.9, 0.95, await_gradient=waits) if other is None else other

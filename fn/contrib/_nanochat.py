@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_whole, checked
+from fn.arguments import check_interval, check_is_transform, check_whole
 from fn.base import check_state
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
@@ -117,7 +117,6 @@ def scale_by_nanochat(
     return fn.chain(*momentum, rows, iterations, fn.lift(init, update)._replace(facts=whole))
 
 
-@checked("momentum")
 def nanochat(
     lr: float | Tensor = 0.02,
     momentum: float = 0.95,
@@ -159,6 +158,7 @@ def nanochat(
     Differs: tensors of a shape are dealt to the ranks one by one; there each rank has consecutive ones, the last ranks
         may have none, and AdamW's large tensors are cut by rows.
     """
+    check_interval("momentum", momentum, "[0, 1)")
     check_interval("other_rate", other_rate, "[0, inf)")
     other = fn.scale_by_adam(0.8, 0.95, 1e-10, await_gradient=axis is not None) if other is None else other
     check_is_transform("other", other)

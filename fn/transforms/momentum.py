@@ -134,6 +134,7 @@ def local_momentum(eta: float) -> Transform:
     return lift(lambda params: LocalMomentumState(zero_moments(params)), update, elementwise=True)
 
 
+@declare(errors=("total",))
 class RunningSumState(NamedTuple):
     """State of `running_sum`. total: the sum of all updates so far; float32 for half precision."""
 

@@ -66,6 +66,8 @@ class DeepSpeedOptimizer(Optimizer):
         initialising_call: bool,
         **numbers: Any,
     ):
+        if deepspeed is not None:
+            check_engine("deepspeed", deepspeed)
         self.engine: Any = None
         self.initialize = not initialising_call
         with _binding(process_group):
@@ -118,11 +120,15 @@ class DeepSpeedOptimizer(Optimizer):
 
         In half precision its wrapper puts these in the place of the parameters of each group, one for one.
         """
-        groups = [*zip((given for unit in self.units for given in unit.given), self.param_groups, strict=False)]
+        groups = [*zip((given for unit in self.units for given in unit.given), self.param_groups or (), strict=False)]
         for given, group in groups if self.steps == 0 else ():
-            params, masters = given["params"], [*group.get("params", ())]
-            if [p.shape for p in params] == [p.shape for p in masters] and _are_masters(params, masters):
-                given["params"] = masters
+            params, masters = given["params"], group.get("params") if isinstance(group, dict) else None
+            if (
+                isinstance(masters, list | tuple)
+                and [p.shape for p in params] == [p.shape for p in masters]
+                and _are_masters(params, masters)
+            ):
+                given["params"] = [*masters]  # a list of its own: the script may write into that of the group
         super().follow_groups()
 
     def attach(self, engine: Any) -> None:
@@ -131,8 +137,10 @@ class DeepSpeedOptimizer(Optimizer):
         While the engine averages, averaging again here changes nothing. Without `attach` the engine goes on averaging
         in the compressed phase: right, but without the saving.
 
-        Raises: ValueError if the engine runs ZeRO, which hands an optimizer shards instead of parameters.
+        Raises: ValueError if the engine runs ZeRO, which hands an optimizer shards instead of parameters; TypeError for
+            what is no engine.
         """
+        check_engine("engine", engine)
         stage = getattr(engine, "zero_optimization_stage", int)()
         if stage:
             wanted = "ZeRO stage 0, as for DeepSpeed's 1-bit optimizers"
@@ -197,6 +205,13 @@ def _described(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
         group.get("max_coeff", 10.0),
         group.get("min_coeff", 0.01),
     )
+
+
+def check_engine(argument: str, engine: Any) -> None:
+    """Raise a TypeError that names the argument unless a value has what is used of a DeepSpeed engine."""
+    used = ("enable_backward_allreduce", "zero_optimization_stage")
+    if isinstance(engine, type) or not any(hasattr(engine, name) for name in used):
+        raise TypeError(expected(argument, "a DeepSpeed engine", f"{engine!r}"))
 
 
 def _binding(group: Group | None) -> Binding:

@@ -11,7 +11,7 @@ torch's own hooks, `register_step_pre_hook` and `register_step_post_hook`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -310,11 +310,20 @@ def follow_members(core: Core) -> None:
     Raises: ValueError that names the group and the parameter.
     """
     known = [(unit, i, given) for unit in core.units for i, given in enumerate(unit.given)]
-    for g, group in enumerate(core.param_groups):
+    # What is no list, no dict or no list of parameters has none of them, and is refused like one that lost them.
+    groups = core.param_groups if isinstance(core.param_groups, list | tuple) else []
+    for g, entry in enumerate(groups):
         unit, i, given = known[g] if g < len(known) else (None, 0, {"params": []})
+        group = entry if isinstance(entry, dict) else {}
+        held = group.get("params")
         # A copy: a generator would be empty behind this.
-        params = [*group.get("params", ())]
-        if unit is None or len(params) != len(given["params"]) or not all(map(is_, params, given["params"])):
+        params = [*held] if isinstance(held, Iterable) and not isinstance(held, Tensor) else []
+        if (
+            unit is None
+            or group is not entry
+            or len(params) != len(given["params"])
+            or not all(map(is_, params, given["params"]))
+        ):
             refuse_edited(g, given, {**group, "params": params})
         if len(names_of(group | {"params": params})) != len(params):
             wanted = f"a name for each of the {len(params)} parameters of group {g}"
@@ -322,7 +331,7 @@ def follow_members(core: Core) -> None:
         if not isinstance(group["params"], list):
             group["params"] = params
         unit.groups[i] = group
-    for g, (_, _, given) in [*enumerate(known)][len(core.param_groups) :]:
+    for g, (_, _, given) in [*enumerate(known)][len(groups) :]:
         refuse_edited(g, given, {"params": []})
 
 
@@ -331,6 +340,7 @@ def refuse_edited(g: int, given: dict[str, Any], now: dict[str, Any]) -> NoRetur
     before, after = given["params"], now["params"]
     place = next((i for i, (p, q) in enumerate(zip_longest(before, after)) if p is not q), 0)
     done = "added" if place >= len(before) else "taken out" if place == len(after) else "replaced or moved"
+    done = done if before or after else "added, taken out or replaced"
     names = names_of(given if place < len(before) else now)
     name = names[place] if place < len(names) else place
     which = f"parameter {name} of param group {g}" if before or after else f"param group {g}"

@@ -16,7 +16,7 @@ from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit
 from fn.adapters.optim.shards import pieces
 from fn.collectives.axis import alone
-from fn.roles import ERROR, SHARD
+from fn.roles import SHARD
 from fn.transforms.sharded import divisions
 
 Tree = Any
@@ -38,8 +38,11 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
     if moves_moments and not roles.find(unit.state, "taken"):  # late gradients move them when their mean arrives
         leaves, marks = tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state))
         places = places_of(core, unit)
+        # What codes delivered in this step is in the errors, which lie in vectors with those of others.
+        errors = (roles.find(unit.state, role) for role in ("errors", "warmup_errors"))
+        sent = {id(x) for found in errors for x in tree.leaves(found)}
         resting = {id(x) for x, i, mark in zip(leaves, places, marks, strict=True)
-                   if i is not None and rests[i] and mark not in (ERROR, SHARD)}  # fmt: skip
+                   if i is not None and rests[i] and mark != SHARD and id(x) not in sent}  # fmt: skip
         kept += [(x, whole) for x in leaves if id(x) in resting]
         kept += [(x, find) for x, parts in zip(leaves, unit.parts, strict=True) for i, find in parts if rests[i]]
         found = [(ages, [id(mu) in resting for mu in mus], rested) for ages, mus, rested in counted(unit.state)]

@@ -110,6 +110,8 @@ def optimizer(
     """
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
+    if not callable(getattr(manager, "register_state_dict_fn", None)):
+        raise TypeError(expected("manager", "a torchft Manager", f"{manager!r}"))
     check_late(late)
     make = check_make(make, "fn.diloco")
     ranks = Binding({_INSIDE: _ranks_of(inside)})

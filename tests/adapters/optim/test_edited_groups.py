@@ -115,6 +115,34 @@ def test_an_edit_is_refused_by_name_and_nothing_changes(make, edit, tmp_path):
     assert not torch.equal(before[-1], numbers(opt)[-1])
 
 
+OF_NO_KIND = {
+    "groups that are None": (lambda opt: setattr(opt, "param_groups", None), "parameter a of param group 0"),
+    "a group that is None": (lambda opt: opt.param_groups.__setitem__(1, None), "parameter c of param group 1"),
+    "a group that is a list": (
+        lambda opt: opt.param_groups.__setitem__(0, members(opt)),
+        "parameter a of param group 0",
+    ),
+    "params that are None": (lambda opt: opt.param_groups[1].update(params=None), "parameter c of param group 1"),
+    "params that are a tensor": (
+        lambda opt: opt.param_groups[1].update(params=members(opt, 1)[0]),
+        "c of param group 1",
+    ),
+    "None in place of no parameters": (lambda opt: opt.param_groups.__setitem__(2, None), "param group 2"),
+}
+
+
+@pytest.mark.parametrize("make", [partial(fn.Optimizer, make=fn.adamw), OnebitAdam], ids=["fn.Optimizer", "OnebitAdam"])
+@pytest.mark.parametrize("edit", OF_NO_KIND)
+def test_what_holds_no_parameters_at_all_is_refused_like_what_lost_them(edit, make):
+    change, named = OF_NO_KIND[edit]
+    opt = make([*groups(), {"params": [], "param_names": []}], lr=0.1)
+    before = numbers(opt)
+    change(opt)
+    with pytest.raises(ValueError, match=rf"param_groups: expected .*{named} .*taken out .*add_param_group"):
+        opt.step()
+    assert all(map(torch.equal, before, numbers(opt)))
+
+
 def lists(opt: torch.optim.Optimizer) -> None:
     for group in opt.param_groups:
         group["params"] = [*group["params"]]

@@ -24,7 +24,6 @@ PLANS = {"every other step": EVERY_OTHER, "none at first": NOT_AT_FIRST, "a long
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
-
 def adam(lr: Any, weight_decay: float = 0.0) -> fn.Transform:
     return fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr))
 
@@ -94,6 +93,28 @@ def test_one_that_is_switched_off_takes_the_steps_of_torch_when_it_is_on_again(d
     found = steps_of(fn.Optimizer(ours, fn.adamw, lr=1e-2, weight_decay=0.1), ours, LONG, frozen=True)
     right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, LONG)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+OWN_MOMENTA: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
+    "lion_vote": (partial(fn.lion_vote, axis="alone"), fn.freeze_after(2)),
+    "signum_vote": (partial(fn.contrib.signum_vote, axis="alone"), fn.freeze_after(2)),
+    "lion_muon": (partial(fn.contrib.lion_muon, axis="alone"), fn.freeze_after(20)),
+    "ef21_sgdm": (partial(fn.contrib.ef21_sgdm, axis="alone", k=1.0), fn.freeze_after(1)),
+}
+"""Their momenta differ between ranks; the last one sends differences, here all of them."""
+
+
+@pytest.mark.parametrize("name", OWN_MOMENTA)
+def test_momenta_of_a_rank_rest_too_and_what_codes_delivered_is_what_ranks_have_of_it(name):
+    make, schedule = OWN_MOMENTA[name]
+    plan = [1.0, None, None, 2.0, None, -1.0, 0.5] * 3
+    resting, without = three(torch.float32), three(torch.float32)
+    found, right = (
+        steps_of(fn.Optimizer(params, make, schedule=schedule, lr=1e-2, weight_decay=0.1), params, grads)[::2]
+        for params, grads in ((resting, plan), (without, [g for g in plan if g is not None]))
+    )
+    moved = [x for x, g in zip(found, plan, strict=True) if g is not None]
+    torch.testing.assert_close(moved, right, rtol=1e-5, atol=1e-6)
 
 
 # shards of several tensors, on several ranks
