@@ -435,7 +435,10 @@ def zero_on_all(
     here: dict[int, Tensor] = {}
     for bucket, x in vectors:
         row = int(index) if is_concrete(index, x) else index
-        here.update(zip(bucket.leaf_indices, (~layouts.nonzero(x, bucket, row)).unbind(), strict=True))
+        moved = layouts.nonzero(x, bucket, row).unbind()
+        # An empty tensor never has a gradient, and would have all ask each other for good.
+        tensors = zip(bucket.leaf_indices, bucket.shapes, moved, strict=True)
+        here.update((i, ~flag) for i, shape, flag in tensors if shape.numel())
     nowhere = torch.zeros((), dtype=torch.bool, device="cpu")
     # S of () -> (S,)
     flags = torch.stack([x & here.get(i, nowhere).to(x.device) for i, x in enumerate(asked)])

@@ -218,6 +218,26 @@ def test_the_age_of_a_tensor_begins_with_its_first_mean_gradient(name):
         torch.testing.assert_close(update, right.expand(2, 4), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["loco_adamw", "loco_adamw, by tensor", "sharded_onebit_adam"])
+def test_ranks_ask_each_other_while_a_tensor_waits_for_its_first_gradient_and_no_longer(name):
+    tx = AMONG[name](lr=0.01, axis="data")
+    params = [torch.zeros(3), torch.zeros(4), torch.zeros(0)]
+    asked: list[bool] = []
+
+    def run(g: torch.Tensor) -> torch.Tensor:
+        state, now = tx.init(params), params
+        for t in range(LATE + 4):
+            with fn.ledger() as sent:
+                update, state = tx.update(Phase.WARMUP)([1 + 0 * g[:3], g if t >= LATE else 0 * g, g[:0]], state, now)
+            now = fn.apply_updates(now, update)
+            asked.append(("data", "all_reduce") in sent.sent)
+        return now[1]
+
+    fn.simulate(run, "data", 2)(torch.ones(2, 4))
+    # In the second step all tensors are asked, then the one that waits, and last in the step behind its first gradient.
+    assert asked == [False, *[True] * (LATE + 1), False, False]
+
+
 def late_gradients(name: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Return how far the second tensor goes in each step of two ranks; its first gradient comes late, on rank 1."""
     params = [torch.nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (3, 4)]
