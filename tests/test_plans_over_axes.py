@@ -76,7 +76,7 @@ def among_equals(rank: int, size: int, stride: int) -> transports.Transport:
     def all_gather(x: torch.Tensor) -> torch.Tensor:
         # Not a header, which is as long: by its beginning ranks know that it is one.
         random = x.dtype == torch.uint8 and x.shape[-1:] == (16,)
-        random = random and int(x.view(torch.int64).flatten()[0]) & MARK != MARK
+        random = random and int(x.view(torch.int64).flatten()[0]) >> 40 != MARK >> 40
         return torch.stack([x ^ (stride * i) if random else x for i in range(size)])
 
     return transports.Transport(
