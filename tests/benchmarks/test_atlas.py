@@ -1,4 +1,4 @@
-"""`benchmarks/atlas.py`: it has every named optimizer, its splits share nothing, and its committed runs are complete."""
+"""`benchmarks/atlas.py`: every named optimizer has a row, splits share nothing, and the committed runs are complete."""
 
 from __future__ import annotations
 
