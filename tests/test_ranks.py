@@ -376,4 +376,3 @@ def test_the_fourth_rank_is_named_and_pure_functions_are_checked_too():
     for text in ranks.run(4, disagree_in_pure_functions):
         assert "ranks disagree" in text
         assert "block is 16 on rank 1 and 8 on rank 0" in text
-

@@ -123,6 +123,7 @@ def test_generators_of_parameters_are_accepted_in_param_groups_too():
 
 # Learning rates.
 
+
 @pytest.mark.parametrize("name", ["momentum", "foreach"])
 def test_what_the_optimizer_does_not_take_is_refused_with_what_it_takes(name):
     text = f"{name}: is not an argument of adamw, which takes b1, b2, eps"

@@ -24,7 +24,6 @@ PLANS = {"every other step": EVERY_OTHER, "none at first": NOT_AT_FIRST, "a long
 each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
-
 def adam(lr: Any, weight_decay: float = 0.0) -> fn.Transform:
     return fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr))
 
