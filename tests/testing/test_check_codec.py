@@ -23,6 +23,11 @@ OURS = {
     "fp8(64, e5m2)": fn.fp8(64, "e5m2"),
     "identity": fn.identity(),
     "identity(bf16)": fn.identity(torch.bfloat16),
+    "bins": fn.bins(),
+    "e3m0": fn.e3m0(),
+    "ballots": fn.ballots(),
+    "rotated top_k": fn.rotated(fn.top_k(4, 32)),
+    "top_k of signs": fn.top_k(6, 64, over="senders", values=fn.sign()),
 }
 
 

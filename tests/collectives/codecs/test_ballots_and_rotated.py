@@ -23,12 +23,6 @@ def voted(x: Tensor, codec: fn.Codec, *, servers: bool = True) -> Tensor:
     return fn.simulate(on_rank, "data", len(x), in_dims=0, out_dims=None)(x)
 
 
-@pytest.mark.parametrize("codec", [fn.ballots(), fn.rotated(fn.top_k(4, 32))], ids=repr)
-def test_they_conform(codec: fn.Codec) -> None:
-    report = fn.testing.check_codec(codec)
-    assert report, report
-
-
 def test_zeros_that_always_vote_plus_are_reported() -> None:
     assert fn.testing.check_codec(fn.ballots("plus")).faults == ("zeros: moved",)
 
