@@ -139,16 +139,6 @@ def test_the_time_of_a_step_counts_the_warm_up_of_the_runs(tmp_path, capsys):
     assert pick["share"] == pytest.approx(whole / step["adamw"])
 
 
-def test_contrib_shows_every_method_on_its_fastest_topology(capsys, tmp_path):
-    main([*LINE.split(), "--contrib", "--json", str(tmp_path / "plan.json")])
-    found = json.loads((tmp_path / "plan.json").read_text())["predictions"]
-    first = {row["method"]: row["topology"] for row in reversed(found)}
-    lines = next(part for part in blocks(capsys) if part[0].startswith("method "))[2:]
-    assert len(lines) == len(first) < len(found)
-    assert "demo" in first
-    assert all(any(line.startswith(name) and first[name] in line for line in lines) for name in first)
-
-
 def bytes_of(path, *line):
     """Return what a rank sends on one axis, by method."""
     main([*ETHERNET.split(), *line, "--dtype", "fp32", "--json", str(path)])

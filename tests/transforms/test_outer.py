@@ -8,6 +8,7 @@ from typing import Any
 import chains
 import pytest
 import torch
+from simulated import same_bits
 from torch import Tensor
 
 import fn
@@ -64,14 +65,6 @@ class World:
         """Return the state of `outer`."""
         (own,) = tree.instances(self.state, fn.OuterState)
         return own
-
-
-def bits(t: Any) -> list[Tensor]:
-    return [x.detach().contiguous().reshape(-1).view(torch.uint8).clone() for x in tree.leaves(t)]
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return len(bits(a)) == len(bits(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
 LATE = [(2, 6, 0.5), (4, 7, 0.25)]

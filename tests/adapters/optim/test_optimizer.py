@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from simulated import bits, same_bits
 
 import fn
 from fn import Phase, tree
@@ -24,14 +25,6 @@ def set_gradients(params, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def bits(t) -> list[torch.Tensor]:
-    return [leaf.detach().flatten().clone().view(torch.uint8) for leaf in tree.leaves(t)]
-
-
-def same_bits(a, b) -> bool:
-    return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
 def steps(opt, params, count: int, first: int = 0) -> None:
