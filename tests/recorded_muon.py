@@ -56,9 +56,7 @@ def each_of(folder: Path, index: str = "index.json") -> Any:
     return pytest.mark.parametrize("case", cases, ids=[case.row["name"] for case in cases])
 
 
-def replayed(
-    case: Case, tx: fn.Transform, schedule: Callable[[int], Phase]
-) -> Iterator[tuple[int, list[Tensor], Any]]:
+def replayed(case: Case, tx: fn.Transform, schedule: Callable[[int], Phase]) -> Iterator[tuple[int, list[Tensor], Any]]:
     """Take all steps in simulated ranks, from gradients at our own params; yield each with params and state after it.
 
     That `simulate` returns one copy of the params shows that they are the same on all ranks.

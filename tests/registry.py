@@ -212,7 +212,6 @@ QUICK = ("onebit_adam-compressed", "zero_one_adam-local", "muon, int8-warmup")
 """What stands for all phases in tests that compile each; the others are part of `make reliability-test`."""
 
 
-
 def in_time(quick: Sequence[str]) -> pytest.MarkDecorator:
     """Return every phase of every optimizer, of which only some are not part of `make reliability-test`."""
     cases = [
@@ -220,7 +219,6 @@ def in_time(quick: Sequence[str]) -> pytest.MarkDecorator:
         for name, case in PHASES.items()
     ]
     return pytest.mark.parametrize(("optimizer", "phase"), cases)
-
 
 
 _LACKING = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in Phase if phase not in optimizer.phases]

@@ -31,6 +31,15 @@ def same(a: Tree, b: Tree) -> bool:
     return all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
 
 
+def bits(t: Tree) -> list[Tensor]:
+    """Return copies of the leaves, as bytes."""
+    return [x.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in tree.leaves(t)]
+
+
+def same_bits(a: Tree, b: Tree) -> bool:
+    return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
+
+
 def form(t: Tree) -> list[Any]:
     return [(x.dtype, x.shape) for x in tree.leaves(t)]
 

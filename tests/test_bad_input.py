@@ -89,29 +89,11 @@ def test_params_in_the_place_of_the_state_are_refused_by_name(optimizer, phase, 
             update(params, params, state)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [fn.sign, fn.int4, fn.int8, fn.fp8, lambda b: fn.damped(block=b), lambda b: fn.classic(store="int8", block=b)],
-)
-def test_a_block_that_is_no_whole_number_is_refused_by_name(make):
-    with pytest.raises(TypeError, match=r"block: expected a whole number, but got 8\.0"):
-        make(8.0)
-
-
 @pytest.mark.parametrize("phase", ["COMPRESSED", 1, None])
 def test_what_is_no_phase_is_refused_by_name(phase):
     text = r"phase: expected one of Phase\.WARMUP, Phase\.COMPRESSED, Phase\.LOCAL, but got "
     with pytest.raises(ValueError, match=text):
         fn.onebit_adam(axis="data").update(phase)
-
-
-@pytest.mark.parametrize("make", [fn.diloco, fn.muloco])
-@pytest.mark.parametrize("name", ["outer_momentum", "momentum", "outer_lr"])
-def test_a_bad_number_of_local_steps_is_refused_under_the_name_of_its_argument(make, name):
-    if name == "momentum" and make is fn.diloco:
-        make = fn.local_sgd
-    with pytest.raises(ValueError, match=f"^{name}: expected .*, but got -1"):
-        make(axis="data", **{name: -1.0})
 
 
 def test_a_codec_of_integers_is_refused_by_name():
@@ -172,35 +154,11 @@ def test_a_hyper_parameter_that_is_no_finite_number_is_refused_by_name(optimizer
         fn.Optimizer([p], partial(optimizer.make, axis="data"), **{"lr": 0.1, name: value})
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (fn.lamb, "min_coeff"),
-        (fn.lamb, "max_coeff"),
-        (partial(fn.scale_by_onebit_lamb, sync=fn.chain()), "factor_min"),
-        (partial(fn.onebit_lamb, axis="data"), "factor_max"),
-        (partial(fn.scale_by_onebit_lamb, sync=fn.chain()), "factor_threshold"),
-        (fn.freeze_when_stable, "min_steps"),
-        (fn.adamw, "b1"),
-        (fn.damped, "beta"),
-    ],
-)
-@pytest.mark.parametrize("value", ["0.5", None, [0.5], torch.ones(2)])
-def test_what_is_no_single_number_is_refused_by_the_name_of_its_argument(make, name, value):
-    with pytest.raises(TypeError, match=rf"^{name}: expected a number, but got "):
-        make(**{name: value})
-
-
 def test_whole_numbers_of_numpy_and_tensors_of_one_number_are_numbers():
     x = torch.tensor([[1.0, -3.0, 2.0, 0.5]])
     blocks = [fn.top_k(1, block).encode(x) for block in (2, np.int64(2))]
     assert all(map(torch.equal, *map(tree.leaves, blocks)))
     assert fn.freeze_when_stable(torch.tensor(0.5)).distance == fn.freeze_when_stable(0.5).distance
-
-
-def test_what_is_no_transform_cannot_be_unfrozen():
-    with pytest.raises(TypeError, match=r"^inner: expected a transform, .*, but got onebit_adam"):
-        fn.unfrozen(fn.onebit_adam)
 
 
 def test_a_norm_to_clip_by_that_is_nan_is_refused():
@@ -311,42 +269,16 @@ def optimizer_of(make=fn.adamw, **more):
 @pytest.mark.parametrize(
     ("use", "text"),
     [
-        (lambda: optimizer_of(schedule=0), "schedule: expected a function, such as fn.freeze_after.*, but got int"),
-        (lambda: fn.chain(fn.scale_by_adam, fn.scale_by_learning_rate(0.1)), r"links\[0\]: .*got scale_by_adam"),
-        (lambda: fn.chain([fn.scale_by_adam()]), r"links\[0\]: expected a transform, .*, but got list"),
         (lambda: fn.onebit_adam(axis="data", codec=fn.sign), "codec: .*a Codec, such as fn.sign.*got <function sign"),
-        (lambda: fn.onebit_adam(axis="data", codec="sign"), "codec: expected a Codec, .*, but got 'sign'"),
         (lambda: fn.onebit_adam(axis="data", feedback=fn.classic), "feedback: .*such as fn.classic.*got <function"),
         (lambda: fn.onebit_adam(axis="data", warmup=fn.int8), "warmup: expected a Codec, .*got <function int8"),
-        (lambda: fn.onebit_lamb(axis="data", warmup="int8"), "warmup: expected a Codec, .*, but got 'int8'"),
-        (lambda: fn.zero_one_adam(axis="data", warmup=fn.int8), "warmup: expected a Codec, .*got <function int8"),
-        (lambda: fn.loco_adamw(axis="data", gather=fn.int8), "gather: expected a Codec, .*got <function int8"),
-        (lambda: fn.sharded(fn.chain(), "d", gather=fn.int8(), gather_feedback=fn.off), "gather_feedback: .*got <func"),
         (lambda: fn.sharded(fn.chain(), "d", gather_feedback=np.float64(0)), "gather_feedback: .*got np.float64"),
         (lambda: fn.compressed_average("d", fn.sign(), gather_feedback=np.float64(1)), "gather_feedback: .*got np.f"),
-        (lambda: fn.scale_by_onebit_adam(sync=fn.sign()), "sync: expected a transform, .*got Codec"),
-        (lambda: fn.scale_by_onebit_lamb(sync=fn.compressed_average), "sync: .*got compressed_average"),
-        (lambda: fn.scale_by_zero_one_adam(0.1, sync=fn.average), "sync: expected a transform, .*got average"),
-        (lambda: fn.sign("64"), "block: expected a number, but got '64'"),
-        (lambda: fn.int4(block=None), "block: expected a number, but got None"),
-        (lambda: fn.damped(every="9"), "every: expected a number, but got '9'"),
-        (lambda: fn.classic(block="9"), "block: expected a number, but got '9'"),
-        (lambda: fn.sharded(fn.scale_by_adam, "data"), "inner: expected a transform, .*got scale_by_adam"),
         (lambda: fn.skip_nonfinite(fn.adamw), "inner: expected a transform, .*, but got adamw"),
-        (lambda: fn.mask(fn.adamw, True), "inner: expected a transform, .*, but got adamw"),
         (lambda: fn.partition({"a": fn.adamw}, "a"), r"transforms\['a'\]: expected a transform, .*got adamw"),
         (lambda: optimizer_of(lambda lr: fn.adamw), "make's result: expected a transform, .*, but got adamw"),
-        (lambda: fn.simulate("data", lambda x: x, 4), "f: expected a function of .*, but got str"),
         (lambda: optimizer_of().load_state_dict(None), "state_dict: .*fn.Optimizer.*got NoneType"),
-        (lambda: fn.flatten_parameters(torch.nn.Linear(2, 2), dtype="bf16"), "dtype: .*got bf16"),
-        (lambda: fn.onebit_adam(axis="data", eps="1e-8"), "eps: expected a number, but got '1e-8'"),
-        (lambda: fn.adamw(b1=None), "b1: expected a number, but got None"),
-        (lambda: fn.lamb("1e-3"), "lr: expected a number, but got '1e-3'"),
-        (lambda: fn.zero_one_adam("1e-3", axis="data"), "lr: expected a number, but got '1e-3'"),
         (lambda: optimizer_of(weight_decay="0.1"), "weight_decay: expected a number, but got '0.1'"),
-        (lambda: fn.clip_by_global_norm("1"), "max_norm: expected a number, but got '1'"),
-        (lambda: optimizer_of(max_norm="1"), "max_norm: expected a number, but got '1'"),
-        (lambda: fn.damped("0.8"), "beta: expected a number, but got '0.8'"),
     ],
 )
 def test_what_was_not_called_or_is_of_another_kind_is_refused_by_name(use, text):

@@ -98,15 +98,6 @@ def test_on_a_full_disk_it_ends_with_a_line_and_fails(line):
     assert ended.stderr == "python -m fn: error: output: [Errno 28] No space left on device\n"
 
 
-def test_where_nobody_reads_on_it_ends_without_a_word():
-    code = (
-        "import os, runpy, sys; end, out = os.pipe(); os.close(end); os.dup2(out, 1); "
-        "sys.argv = ['fn', *sys.argv[1:]]; runpy.run_module('fn', run_name='__main__')"
-    )
-    ended = python("-c", code, "plan", *NETWORK, "--all")
-    assert (ended.returncode, ended.stderr) == (1, "")
-
-
 def test_the_cure_for_what_is_missing_names_packages_that_a_registry_has():
     cures = [cure for _, cure in OPTIONAL.values()]
     assert not [cure for cure in cures if "fn-optim" in cure]

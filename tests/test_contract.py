@@ -16,6 +16,7 @@ from registry import (
     each_with_an_exact_warmup,
     in_time,
 )
+from simulated import bits, same_bits
 
 import fn
 from fn import Phase, tree
@@ -65,17 +66,6 @@ class World:
         for _ in range(3):
             self.step(Phase.WARMUP)
         return self.step(Phase.COMPRESSED) if fn.base.has_phase(self.tx, Phase.COMPRESSED) else self
-
-
-def bits(t: Any) -> list[torch.Tensor]:
-    return [
-        leaf.detach().flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        for leaf in tree.leaves(t)
-    ]
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return len(bits(a)) == len(bits(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
 def form(t: Any) -> tuple:

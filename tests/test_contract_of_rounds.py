@@ -243,6 +243,8 @@ OTHERS = {
     "keep": ("sparse_loco", {"keep": 0.9}),
     "k": ("sparse_loco", {"k": 5}),
     "tile": ("sparse_loco", {"tile": 8}),
+    "threshold": ("norm_guard", {"guard": {"threshold": 2.0}}),
+    "seed": ("sparta", {"seed": 1}),
     "h": ("diloco", {"schedule": fn.every(4, start=2)}),
     "delay": ("diloco", {"schedule": fn.every(3, delay=1, start=2)}),
 }

@@ -35,18 +35,6 @@ def test_comments_are_lines_of_their_own():
     assert house_report.comment_lines(SOURCE) == 1
 
 
-def test_what_imports_contrib_is_counted_wherever_it_stands():
-    source = "import fn.contrib.demo\nfrom fn import base, contrib\ndef f():\n    from fn.contrib._demo import demo\n"
-    assert house_report.contrib_imports(source) == 3
-    assert house_report.contrib_imports("import fn\nfrom fn.base import chain") == 0
-
-
-def test_the_core_is_what_is_not_apart():
-    assert house_report.is_core("fn/adapters/optim/core.py")
-    assert not house_report.is_core("fn/contrib/_demo.py")
-    assert not house_report.is_core("fn/__main__.py")
-
-
 def test_leaf_helpers_are_left_out_of_a_way():
     params = {"w": torch.ones(3)}
     assert house_report.way(lambda: fn.tree.leaves(params)) == (["tree.py"], [])

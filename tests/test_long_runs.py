@@ -19,6 +19,8 @@ import fn
 
 SHAPES = [(6, 5), (7,), (), (0,), (30, 100)]
 BY_NAME = {o.name: o for o in OPTIMIZERS}
+
+
 def build(name: str, schedule) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]

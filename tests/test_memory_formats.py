@@ -113,17 +113,6 @@ def strided_on_one_rank(name: str, x: Tensor) -> Tensor:
     return (row_major if dist.get_rank() else strided)(name, x)
 
 
-LAID_OUT: dict[str, tuple[Lay, Lay]] = {
-    "params, and gradients of one rank": (strided, strided_on_one_rank),
-    "params": (strided, row_major),
-    "gradients": (row_major, strided),
-    "gradients of one rank": (row_major, strided_on_one_rank),
-}
-"""The formats of params, and of gradients."""
-
-FIRST, *OTHERS = LAID_OUT
-
-
 def phases_of(optimizer: registry.Named) -> list[Any]:
     first, *others = optimizer.phases
     return [first, first, *[*reversed(others or [first])] * 6]
@@ -142,12 +131,15 @@ def pure(optimizer: registry.Named) -> Numbers:
     return dict(zip(SHAPES, params, strict=True))
 
 
-def named(optimizer: registry.Named, lay: Lay, lay_gradients: Lay, lay_then: Lay) -> Numbers:
-    """Take steps in all phases, the last of them as a copy that was laid out otherwise and loads the state."""
+def named(optimizer: registry.Named) -> Numbers:
+    """Take steps in all phases, with gradients that lie otherwise on one rank.
+
+    The last of them takes a copy whose params are row-major, and that loads the state.
+    """
     phases, rank = phases_of(optimizer), dist.get_rank()
     params: dict[str, nn.Parameter] = {}
     saved: Any = None
-    for steps, laid in ((range(4), lay), (range(4, 7), lay_then)):
+    for steps, laid in ((range(4), strided), (range(4, 7), row_major)):
         before = params
         params = parameters(laid, rank * optimizer.divided)
         with fn.bind({"data": dist.group.WORLD}):
@@ -158,16 +150,16 @@ def named(optimizer: registry.Named, lay: Lay, lay_gradients: Lay, lay_then: Lay
         if saved is not None:
             opt.load_state_dict(saved)
         for t in steps:
-            give(params, lay_gradients, t)
+            give(params, strided_on_one_rank, t)
             opt.step()
         saved = opt.state_dict()
     return copies(params)
 
 
-case, rarely = ranks.Cases(2), ranks.Cases(2)
+case = ranks.Cases(2)
 
 
-def quietly(f: Callable[[], Any], add: ranks.Cases = case) -> Callable[[], Any]:
+def quietly(f: Callable[[], Any]) -> Callable[[], Any]:
     """Add a function whose warnings, of slow tensors and of links that are odd on purpose, nobody reads."""
 
     @functools.wraps(f)
@@ -176,40 +168,18 @@ def quietly(f: Callable[[], Any], add: ranks.Cases = case) -> Callable[[], Any]:
             warnings.simplefilter("ignore")
             return f()
 
-    return add(run)
-
-
-def all_named(way: str) -> dict[str, dict[str, float]]:
-    lay, lay_gradients = LAID_OUT[way]
-    found = {}
-    for optimizer in registry.EVERY:
-        there = named(optimizer, lay, lay_gradients, row_major if lay is strided else strided)
-        found[optimizer.name] = apart(there, pure(optimizer))
-    return found
+    return case(run)
 
 
 @quietly
-def named_optimizers() -> Any:
-    return all_named(FIRST)
-
-
-@partial(quietly, add=rarely)
-def named_optimizers_otherwise() -> Any:
-    return {way: all_named(way) for way in OTHERS}
+def named_optimizers() -> dict[str, dict[str, float]]:
+    return {optimizer.name: apart(named(optimizer), pure(optimizer)) for optimizer in registry.EVERY}
 
 
 @registry.each_of_all
 def test_a_named_optimizer_takes_the_pure_steps_of_row_major_tensors(optimizer):
     for found in case.answer("named_optimizers"):
         assert found[optimizer.name] == {}
-
-
-@pytest.mark.reliability
-@pytest.mark.parametrize("way", OTHERS)
-@registry.each_of_all
-def test_so_it_does_where_only_some_are_laid_out_otherwise(optimizer, way):
-    for found in rarely.answer("named_optimizers_otherwise"):
-        assert found[way][optimizer.name] == {}
 
 
 # adapters

@@ -65,6 +65,7 @@ def run(tx: fn.Transform, params: torch.Tensor, phases: list[Phase], gradients: 
     dims = fn.rank_dims(tx.init(p))
     state = fn.simulate(tx.init, "data", world, in_dims=None, out_dims=dims)(p)
     for phase in phases:
+
         def step(g, s, p, phase=phase):
             updates, s = tx.update(phase)(g, s, p)
             return fn.apply_updates(p, updates), s

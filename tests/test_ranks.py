@@ -13,6 +13,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from registry import OPTIMIZERS, each_optimizer
+from simulated import bits, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
@@ -45,14 +46,6 @@ def schedule_of(name: str):
     """Visit every phase within `STEPS` steps; no warm-up step comes behind a local one."""
     phases = BY_NAME[name].phases
     return lambda step: phases[min(step // 3, len(phases) - 1)] if len(phases) < 3 else phases[-step % 3]
-
-
-def bits(t: Any) -> list[torch.Tensor]:
-    return [leaf.detach().flatten().contiguous().view(torch.uint8) for leaf in tree.leaves(t)]
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
 def on_all(*, f: Callable[..., Any], cases: list[tuple]) -> dict[tuple, Any]:
@@ -376,4 +369,3 @@ def test_the_fourth_rank_is_named_and_pure_functions_are_checked_too():
     for text in ranks.run(4, disagree_in_pure_functions):
         assert "ranks disagree" in text
         assert "block is 16 on rank 1 and 8 on rank 0" in text
-

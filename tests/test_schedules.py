@@ -23,9 +23,7 @@ def test_freeze_after_warms_up_for_exactly_that_many_steps(steps, step):
 
 
 @pytest.mark.parametrize("value", [-1, 0.2, "10"])
-@pytest.mark.parametrize(
-    "name", ["var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"]
-)
+@pytest.mark.parametrize("name", ["var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"])
 def test_zero_one_schedule_refuses_what_is_no_number_of_steps(name, value):
     with pytest.raises(ValueError, match=rf"{name}: expected a whole number of at least .*, but got {value!r}"):
         fn.zero_one_schedule(**{name: value})

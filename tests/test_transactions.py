@@ -19,11 +19,12 @@ import ranks
 import torch
 import torch.distributed as dist
 from registry import OPTIMIZERS, each_phase
+from simulated import bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fn
-from fn import Phase, tree
+from fn import Phase
 from fn.adapters.optim import core
 from fn.collectives.transports import failure_detection as peers
 from fn.collectives.transports.tcp import Connections
@@ -74,10 +75,6 @@ class Interrupt(TorchDispatchMode):
 def fail() -> None:
     peers.abort_connections = core.abort_connections = lambda transport: None  # they are to be used again
     raise RuntimeError(BROKEN)
-
-
-def bits(t: Any) -> list[torch.Tensor]:
-    return [leaf.detach().flatten().clone().view(torch.uint8) for leaf in tree.leaves(t)]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

@@ -95,9 +95,7 @@ def test_the_halves_of_an_average_may_have_feedbacks_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: fn.dct(2.5), TypeError, "tile: expected a whole number"),
         (lambda: fn.dct(lambda side: 0).into(torch.zeros(3)), ValueError, "tile: expected a whole number of at least"),
-        (lambda: fn.lion_vote(axis="data", values=fn.int8()), TypeError, "values"),
         (lambda: fn.lion_vote(axis="data", ties="zero"), ValueError, "ties: expected 'alternate', 'even' or 'plus'"),
         (lambda: fn.lion_vote(axis="data", b1=1.0), ValueError, "b1: expected"),
         (lambda: fn.scale(float("nan")), ValueError, "x: expected a finite number"),

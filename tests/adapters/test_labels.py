@@ -191,9 +191,7 @@ def test_blocks_and_heads_are_stepped_as_tensors_of_their_own(name: str) -> None
     model = nn.ParameterDict()
     for path, shape in shapes.items():
         model.register_parameter(path.replace(".", "_"), nn.Parameter(torch.randn(shape)))
-    of_model = fn.labels_of(
-        model, heads=[], splits={"qkv_weight": (8, 4, 4)}, num_heads={"out_weight": 3}
-    )
+    of_model = fn.labels_of(model, heads=[], splits={"qkv_weight": (8, 4, 4)}, num_heads={"out_weight": 3})
     labels = {path: of_model[path.replace(".", "_")] for path in shapes}
     params = {path: torch.randn(shape) for path, shape in shapes.items()}
     tx, apart = (LABELLED[name](lr=0.1, labels=given) for given in (labels, None))

@@ -230,7 +230,9 @@ RETURNS: dict[str, dict[str, Any]] = {
     "fragments": {"make": partial(CODES, fragments=2), "fragments": 2},
     "late": {"make": CODES, "delay": 2},
     "late fragments": {
-        "make": partial(chains.diloco, **CODES.keywords, fragments=2, alpha=0.5), "fragments": 2, "delay": 1
+        "make": partial(chains.diloco, **CODES.keywords, fragments=2, alpha=0.5),
+        "fragments": 2,
+        "delay": 1,
     },
     "warm-up": {"start": 3 * H, "least": 3 * H + 3},
     "warm-up that ends meanwhile": {"start": H, "least": H + 4},

@@ -33,9 +33,3 @@ def test_the_first_hour_ran_with_the_rates_of_signatures_and_docstrings(method: 
         shown = {(row["lr"], row["seed"]) for row in own if row["seed"] != first_hour.TUNED_ON}
         rates = {first_hour.default_rate(method), first_hour.recommended_rate(method, base)}
         assert shown == {(lr, seed) for lr in rates for seed in range(1, 6)}
-
-
-def test_the_search_comes_before_the_methods() -> None:
-    wanted = first_hour.missing([], [("names", 32)], ["adamw", "muon"], 3)
-    assert {run.method for run, _ in wanted} == {"adamw"}
-    assert {run.seed for run, _ in wanted} == {first_hour.TUNED_ON}

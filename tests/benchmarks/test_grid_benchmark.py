@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from ranks import python
 
 from benchmarks.links import grid_report
-from benchmarks.links.grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of
+from benchmarks.links.grid_methods import NONE
 
 ROOT = Path(__file__).parents[2]
 
 SMALL = ("--loopback", "--tiny", "--words", "64", "16", "--rates", "1 Gbit/s", "--four", "--compute", "0.002")
 SOME = (NONE, "int4 gradients", "fp8 gradients")
-
-
-def parameters(layers, width):
-    return sum(math.prod(size) for size in shapes(layers, width))
-
-
-def test_the_sizes_are_those_of_the_tables():
-    assert parameters(*GPT2) == 124_439_808
-    assert round(parameters(*HALF) / 1e6) == 61
-    assert size_of(WAYS["DiLoCo, int8"], 4) == HALF
 
 
 @pytest.mark.reliability

@@ -7,13 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ranks import LIMIT
 
 from benchmarks import report
-from benchmarks.links import slow_link_report
 from benchmarks.measure import commit, machine
 
 ROOT = Path(__file__).parents[2]
@@ -56,22 +54,6 @@ def test_above_a_table_stand_its_command_machine_and_commit(name: str) -> None:
     assert about["commit"] in text
     assert "with changes" not in about["commit"]
     assert about["cpu"] in text
-
-
-def test_the_table_of_slow_links_says_what_its_rows_say() -> None:
-    def row(name: str, seconds: float, predicted: float) -> dict[str, Any]:
-        return {"name": name, "seconds": seconds, "predicted": predicted, "payload": 1.1e6, "planned": 1e6}
-
-    names = (slow_link_report.NONE, slow_link_report.DDP, "fn 1-bit Adam", "fn 1-bit Adam, overlapped")
-    slow = [row(name, seconds, 0.9 * seconds) for name, seconds in zip(names, (1.0, 9.0, 3.0, 1.5), strict=True)]
-    fast = [row(name, seconds, 1.2 * seconds) for name, seconds in zip(names, (1.0, 2.0, 1.5, 1.6), strict=True)]
-    found = {"throttled": True, "rates": {"100 Mbit/s": {"rows": slow}, "1 Gbit/s": {"rows": fast}}}
-    lines = slow_link_report.table(found).splitlines()
-    assert "| fn 1-bit Adam | 1.000 | 1.100 | 3.000 (3.00) | 1.500 (1.33) |" in lines
-    assert "- The planner's predictions are 0.90 to 1.20 of these 8 times." in lines
-    assert lines[-1].endswith("it hides 75% at 100 Mbit/s, nothing at 1 Gbit/s.")
-    said = "was 3.0 times as fast as a float32 step of DDP at 100 Mbit/s and 1.3 times at 1 Gbit/s."
-    assert slow_link_report.headline(found).endswith(said)
 
 
 @pytest.mark.reliability

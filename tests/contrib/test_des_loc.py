@@ -46,13 +46,6 @@ def test_periods_say_when_each_is_due() -> None:
             fn.contrib.periods(**{"params": 1, "first_moment": 1, "second_moment": 1, **bad})
 
 
-def test_loops_and_adapters_can_rely_on_it() -> None:
-    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
-    schedule = fn.contrib.periods(2, 3, 4, start=2)
-    report = fn.testing.check_transform(fn.contrib.des_loc(0.01, axis="data"), params, schedule)
-    assert report, report
-
-
 RECORDED = load("index.json", Path(__file__).parent / "golden/des_loc")
 each_recorded = pytest.mark.parametrize("case", RECORDED, ids=[case.row["name"] for case in RECORDED])
 

@@ -37,12 +37,6 @@ def test_all_ranks_choose_the_rows_whose_mean_size_is_largest() -> None:
         torch.testing.assert_close(state.mu[:, 2], 0.95 * g[:, 2])
 
 
-def test_it_needs_whole_matrices_and_communicates() -> None:
-    facts = fn.contrib.scale_by_dion2("data").facts
-    assert facts is not None
-    assert (facts.whole, facts.axes) == (("scale_by_dion2",), ("data",))
-
-
 def test_a_fraction_of_one_is_muon() -> None:
     """Whose momentum then fades after it was used, not before."""
     p = [normal(6, 5), normal(5, 8, seed=1)]

@@ -35,12 +35,6 @@ def test_on_shards_it_is_what_it_is_on_whole_matrices() -> None:
     take_the_steps_of_whole_matrices(fn.contrib.muon_bp(0.1, blocks=2), fn.contrib.muon_bp(0.1, shards="shard"))
 
 
-def test_blocks_are_cut_from_whole_tensors() -> None:
-    facts = fn.contrib.in_blocks(fn.trace(0.9), 2).facts
-    assert facts is not None
-    assert (facts.whole, facts.axes) == (("in_blocks",), ())
-
-
 def test_what_has_fewer_rows_than_blocks_has_fewer_blocks() -> None:
     seen: list[Any] = []
     link = fn.stateless(lambda u, p: seen.append([x.shape[0] for x in u if x.ndim]) or u)
@@ -71,7 +65,6 @@ def test_on_fsdp2s_shards_it_has_the_params_of_whole_matrices_and_sends_nothing_
         ),
         (lambda: fn.contrib.muon_bp(blocks=2, shards="shard"), ValueError, "blocks: expected None, where blocks are"),
         (lambda: fn.contrib.muon_bp(blocks=2, block_rate=0.0), ValueError, "block_rate: expected"),
-        (lambda: fn.contrib.in_blocks(fn.trace, 2), TypeError, "inner: expected a transform"),
         (lambda: fn.contrib.in_blocks(fn.trace(0.9), 0), ValueError, "blocks: expected a whole number of at least 1"),
         (lambda: fn.contrib.in_blocks(fn.trace(0.9), 2, -1), ValueError, "dim: expected a whole number of at least 0"),
     ],

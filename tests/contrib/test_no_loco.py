@@ -71,17 +71,14 @@ def refusals() -> dict[str, Any]:
     one = torch.ones(2, 1)
     return {
         "pull: expected a number": lambda: fn.contrib.pair_average("data", pull=-1.0),
-        "seed: expected a whole number": lambda: fn.contrib.pair_average("data", seed=0.5),  # type: ignore[arg-type]
         "axis: expected the name of one axis": lambda: fn.contrib.pair_average(("a", "b")),  # type: ignore[arg-type]
         "and partners that have each other, but got": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1, 1]),
-        "pairs: expected a function of": lambda: fn.contrib.pair_average("data", pairs=[1, 0]),  # type: ignore[arg-type]
         "pairs: expected for each of the 2 ranks": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1]),
         "its partner, and partners that have each other": lambda: turn_of(2, one, one, pairs=lambda t, world: [1, 2]),
         "sync: expected an average that is the same on all ranks": lambda: fn.outer(
             SGD, SGD, fn.contrib.pair_average("data")
         ),
         r"one that differs": lambda: fn.outer(SGD, SGD, fn.chain(fn.contrib.pair_average("data"))),
-        "sync: expected a transform": lambda: fn.contrib.own_anchors(fn.average("data"), SGD, SGD, "pairs"),  # type: ignore[arg-type]
         "outer_tx: expected": lambda: fn.contrib.own_anchors(
             fn.average("data"), SGD, fn.scale(1.0), fn.contrib.pair_average("data")
         ),
@@ -102,13 +99,6 @@ def test_a_turn_that_differs_between_ranks_is_refused() -> None:
         run(state, d)
 
 
-def test_no_loco_is_what_loops_and_adapters_rely_on() -> None:
-    report = fn.testing.check_transform(
-        fn.contrib.no_loco(0.01, axis="data"), {"w": torch.ones(4, 3), "b": torch.ones(3)}, fn.every(3, start=2)
-    )
-    assert report, report
-
-
 SHAPES = ((4, 3), (3,))
 
 
@@ -117,8 +107,8 @@ def gradients(rank: int, step: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def trained(bad: bool) -> Any:
-    """Return params of a rank of three after 12 steps of `fn.Optimizer`, its turn and its counts."""
+def trained() -> Any:
+    """Return params of a rank of three after 14 steps of `fn.Optimizer`, its turn and its counts; rank 1 breaks."""
     rank = dist.get_rank()
     with fn.bind({"data": dist.group.WORLD}):
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
@@ -128,42 +118,17 @@ def trained(bad: bool) -> Any:
         for step in range(14):
             for p, g in zip(params, gradients(rank, step), strict=True):
                 p.grad = g
-            if bad and rank == 1 and step == 7:  # in the middle of a round
+            if rank == 1 and step == 7:  # in the middle of a round
                 params[0].data[0, 0] = torch.nan
             opt.step()
         ((of_pairs,),) = tree.fields(opt.states, "sync")
-        return [p.detach().clone() for p in params], int(of_pairs.turn), int(of_pairs.left_out), opt.skipped
-
-
-def simulated() -> list[Tensor]:
-    tx, schedule = fn.contrib.no_loco(0.05, axis="data"), fn.every(3, start=2)
-    start = [torch.ones(shape) for shape in SHAPES]
-    dims = fn.rank_dims(tx.init(start))
-    state = fn.simulate(tx.init, "data", 3, in_dims=None, out_dims=dims)(start)
-    params = [x.expand(3, *x.shape).clone() for x in start]
-    for t in range(14):
-
-        def step(g: Any, s: Any, p: Any, t: int = t) -> Any:
-            updates, s = tx.update(schedule(t))(g, s, p)
-            return fn.apply_updates(p, updates), s
-
-        g = [torch.stack(rows) for rows in zip(*(gradients(rank, t) for rank in range(3)), strict=True)]
-        params, state = fn.simulate(step, "data", 3, in_dims=(0, dims, 0), out_dims=(0, dims))(g, state, params)
-    return params
-
-
-def test_the_optimizer_takes_the_steps_of_simulated_ranks() -> None:
-    found = ranks.run(3, trained, False)
-    for rank, (params, turn, left_out, _) in enumerate(found):
-        assert (turn, left_out) == (4, 0)
-        for ours, theirs in zip(params, simulated(), strict=True):
-            torch.testing.assert_close(ours, theirs[rank], rtol=0, atol=2e-6)
+        return [p.detach().clone() for p in params], int(of_pairs.turn), int(of_pairs.left_out)
 
 
 def test_a_rank_whose_params_are_not_finite_returns_to_its_anchor_and_the_others_go_on() -> None:
-    found = ranks.run(3, trained, True)
+    found = ranks.run(3, trained)
     partners = fn.contrib.random_pairs(1, 3, 0)
-    for rank, (params, turn, left_out, _) in enumerate(found):
+    for rank, (params, turn, left_out) in enumerate(found):
         assert turn == 4
         assert left_out == (rank in (1, partners[1]))
         assert all(x.isfinite().all() for x in params)

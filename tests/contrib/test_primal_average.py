@@ -58,49 +58,12 @@ def test_half_precision_has_its_fast_params_in_float32() -> None:
     assert fn.contrib.primal_params(state, p).dtype == torch.bfloat16
 
 
-def named(lr: Any) -> fn.Transform:
-    inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
-    decay = fn.chain(fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
-    return fn.skip_nonfinite(fn.chain(fn.average("data"), fn.contrib.primal_average(inner, decay=decay)))
-
-
-def test_it_is_what_loops_and_adapters_rely_on() -> None:
-    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
-    report = fn.testing.check_transform(named(0.01), params, lambda step: Phase.WARMUP)
-    assert report, report
-
-
-def test_a_step_that_is_not_finite_moves_nothing() -> None:
-    tx, p = named(0.1), torch.ones(2)
-    state = tx.init(p)
-    updates, after = tx.warmup_update(torch.tensor([1.0, torch.nan]), state, p)
-    assert torch.equal(fn.apply_updates(p, updates), p)
-    assert torch.equal(tree.fields(after, "fast")[0], p)
-    assert int(after.skipped) == 1
-
-
-def test_the_optimizer_takes_the_steps_of_a_pure_loop() -> None:
-    p = torch.nn.Parameter(torch.ones(4))
-    opt, pure, tx = fn.Optimizer([p], named, lr=0.05), torch.ones(4), named(0.05)
-    state = tx.init(pure)
-    for t in range(5):
-        g = torch.randn(4, generator=torch.Generator().manual_seed(t))
-        p.grad = g.clone()
-        opt.step()
-        updates, state = tx.warmup_update(g, state, pure)
-        pure = fn.apply_updates(pure, updates)
-    torch.testing.assert_close(p.detach(), pure)
-    found = fn.contrib.primal_params(opt.states[0], [p.detach()])
-    torch.testing.assert_close(found[0], fn.contrib.primal_params(state, pure))
-
-
 def refusals() -> dict[str, Any]:
     return {
         "interpolation: expected a number in": lambda: fn.contrib.primal_average(sgd(), interpolation=0.0),
         "averaging: expected a number in": lambda: fn.contrib.primal_average(sgd(), averaging=1.0),
         "decays: expected 'fast' or 'params'": lambda: fn.contrib.primal_average(sgd(), decays="z"),  # type: ignore[arg-type]
         "inner: expected a transform with phases only": lambda: fn.contrib.primal_average(fn.diloco(axis="data")),
-        "inner: expected a transform, such as": lambda: fn.contrib.primal_average(sgd),  # type: ignore[arg-type]
         "state: expected that of one fn.contrib.primal_average": lambda: fn.contrib.primal_params((), torch.ones(1)),
         r"state: expected z in the shapes of params, \(2, 3\), but got \(3,\)": lambda: fn.contrib.primal_params(
             fn.contrib.primal_average(sgd()).init(torch.ones(3)), torch.ones(2, 3)
@@ -112,10 +75,6 @@ def refusals() -> dict[str, Any]:
 def test_what_does_not_fit_is_refused_by_name(text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         refusals()[text]()
-
-
-def test_its_facts_are_those_of_the_inner_optimizer() -> None:
-    assert fn.contrib.primal_average(sgd()).facts == fn.Facts()
 
 
 @recorded_muon.each_of(FOLDER)

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import ranks
 import torch
-import torch.distributed as dist
 from golden_cases import recorded_form
 from recorded_rounds import Case, exact, in_simulation, inner_of, load, outer_step, step_of
 from torch import Tensor
@@ -107,19 +105,6 @@ def test_simulated_ranks_average_the_chosen_numbers_and_keep_the_others(density:
     assert sent.total == 2 * -(-numbers * 4 // 3)  # two turns, each 2 (W - 1) / W of the bytes
 
 
-def on_rank(density: float) -> tuple[Any, int]:
-    with fn.bind({"data": dist.group.WORLD}):
-        x, state = two_turns(density, of_rank(dist.get_rank()))
-        return x, int(state.turn)
-
-
-def test_real_ranks_average_what_simulated_ones_average() -> None:
-    for rank, (x, turn) in enumerate(ranks.run(3, on_rank, 0.2)):
-        assert turn == 2
-        for ours, theirs in zip(x, by_hand(0.2, 3, rank), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if theirs.dtype.itemsize < 4 else 1e-6)
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_mean_that_is_not_finite_is_left_out_by_all_ranks_and_the_turn_counts(bad: float) -> None:
     tx = fn.contrib.sparse_average("data", 1.0)
@@ -146,27 +131,11 @@ def test_other_phases_pass_and_count_no_turn() -> None:
     [
         ({"density": 0.0}, r"density: expected a number in \(0, 1\]"),
         ({"density": 1.5}, r"density: expected a number in \(0, 1\]"),
-        ({"density": "a"}, "density: expected a number"),
-        ({"density": 0.5, "seed": 0.5}, "seed: expected a whole number"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         fn.contrib.sparse_average("data", **arguments)
-
-
-def disagreeing() -> str:
-    with fn.bind({"data": dist.group.WORLD}):
-        try:
-            fn.contrib.sparse_average("data", 0.1, seed=dist.get_rank()).init(torch.ones(3))
-        except fn.RanksDisagree as error:
-            return str(error)
-    return ""
-
-
-def test_ranks_with_other_seeds_are_refused() -> None:
-    for text in ranks.run(2, disagreeing):
-        assert "seed" in text
 
 
 def test_a_turn_compiles_to_one_graph_for_all_turns(graphs: Any) -> None:
@@ -230,17 +199,6 @@ def test_params_that_are_not_finite_stop_no_other_turn() -> None:
     assert int(state.sync[0].turn) == 12
     assert 0 < int(state.sync[0].left_out) < 12
     assert p[0].isfinite().all()
-
-
-def test_loops_and_adapters_can_rely_on_it() -> None:
-    params = {"w": torch.ones(4, 3), "b": torch.ones(3)}
-    report = fn.testing.check_transform(fn.contrib.sparta(0.01, axis="data", density=0.3), params, fn.every(1, start=2))
-    assert report, report
-
-
-def test_it_needs_no_whole_tensors_and_its_ranks_differ() -> None:
-    facts = fn.contrib.sparse_average("data", 1 / 3).facts
-    assert facts == fn.Facts(axes=("data",), unequal=True, averages=facts.averages)
 
 
 RECORDED = load("index.json", Path(__file__).parent / "golden/sparta")

@@ -21,7 +21,6 @@ CASES = load(FOLDER, "index_bases.json", "index_lion.json")
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
 
 
-
 def ef21(case: Case) -> Made:
     h = case.hyper
     k, block, count = h.get("k", h.get("density")), h.get("block"), {"ef21": 0, "ef21_sgd2m": 2}[h["rule"]]

@@ -31,7 +31,6 @@ INTEGERS = 2e-4
 """What parameters may differ by where integer codes travel: 1 % of how far they go in all steps."""
 
 
-
 LEFT_OUT = ("skipped", "dropped")
 """Fields of states that count the steps that were left out: by all ranks, and by one rank alone in a local step."""
 

@@ -18,8 +18,6 @@ import fn
 from fn import Phase, tree
 from fn.adapters.deepspeed import transforms as deepspeed
 from fn.inplace.compressed_average import CodedMean
-from fn.inplace.match import in_place
-from fn.inplace.protocol import InPlace
 from fn.kernels.table import cells
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
@@ -129,9 +127,7 @@ def count_means():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "rows"), [(1, "numba"), (3, "numba"), (2, "torch")]
-)
+@pytest.mark.parametrize(("world", "rows"), [(1, "numba"), (3, "numba"), (2, "torch")])
 def test_a_step_in_place_is_the_pure_step(world, rows):
     cases = CASES if (world, rows) == (3, "numba") else CASES[::4]
     check_cases(cases, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
@@ -231,28 +227,6 @@ def test_zero_one_adam_in_place_is_the_pure_one():
     for outcome in ranks.run(3, zero_one_cases):
         for case, differences in zip(ZERO_ONE_CASES, outcome, strict=True):
             assert max(differences) < 3e-6, (case, differences)
-
-
-def test_what_cannot_be_staged_runs_the_donated_update():
-    update = in_place(fn.adamw(1e-2).update(Phase.WARMUP))
-    assert isinstance(update, InPlace)
-    for params in ([torch.ones(3, dtype=torch.float64)], [torch.ones(4, 4).t()[:, :2]], []):
-        state = fn.adamw(1e-2).init(params)
-        assert update.stage(params, state, params) is None
-    params = [torch.ones(3)]
-    assert update.stage(params, fn.adamw(1e-2).init(params), params) is not None
-
-
-def test_staging_writes_nothing():
-    params, tx = [torch.ones(100)], fn.adamw(1e-2)
-    state = tx.init(params)
-    before = [x.clone() for x in tree.leaves([params, state])]
-    found = in_place(tx.update(Phase.WARMUP)).stage([torch.randn(100)], state, params)
-    assert found.ok
-    assert all(map(torch.equal, before, tree.leaves([params, state])))
-    found.commit()
-    assert not torch.equal(params[0], before[0])
-    assert int(state.inner[1].step) == 1
 
 
 def test_autograd_refuses_to_go_back_through_params_that_a_step_overwrote():

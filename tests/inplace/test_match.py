@@ -178,41 +178,6 @@ def test_decays_add_up_and_rates_multiply():
     torch.testing.assert_close(ours[0], fn.apply_updates(plain, updates)[0])
 
 
-@pytest.mark.parametrize(
-    ("links", "reason"),
-    [
-        (
-            lambda: [fn.scale_by_adam(), counter(), fn.scale_by_learning_rate(0.1)],
-            "expected weight decays, then rates, behind scale_by_adam, but got counter",
-        ),
-        (
-            lambda: [fn.scale_by_adam(), fn.scale_by_learning_rate(0.1), fn.add_decayed_weights(0.1)],
-            "expected weight decays, then rates, behind scale_by_adam, but got add_decayed_weights",
-        ),
-        (lambda: [counter()], "none of its links has kernels: counter"),
-    ],
-)
-def test_what_has_no_kernels_says_which_link_is_in_the_way(links, reason):
-    assert in_place(fn.skip_nonfinite(fn.chain(*links())).update(Phase.WARMUP)) == reason
-
-
-def hidden(guard: fn.Transform) -> fn.Transform:
-    return fn.lift(guard.init, lambda updates, state, params: guard.warmup_update(updates, state, params))
-
-
-def test_a_guard_in_front_of_the_moments_is_refused_or_found_in_the_state():
-    guard = fn.skip_nonfinite(fn.clip_by_global_norm(1.0))
-    made = lambda front: fn.skip_nonfinite(adamw_by_hand(1e-2, front=(front,)))  # noqa: E731
-    reason = in_place(made(guard).warmup_update)
-    assert reason == "skip_nonfinite stands in front of the moments inside of another guard"
-    params, grads = [torch.ones(3)], [torch.ones(3)]
-    for front, fits in ((hidden(guard), False), (hidden(fn.clip_by_global_norm(1.0)), True)):
-        tx = made(front)
-        found = in_place(tx.warmup_update)
-        assert isinstance(found, InPlace)
-        assert (found.stage(grads, tx.init(params), params) is not None) == fits
-
-
 def test_a_copy_of_a_chain_has_the_rate_of_the_chain():
     lr = torch.tensor(0.1)
     tx = adamw_by_hand(lr)

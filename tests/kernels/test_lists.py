@@ -79,14 +79,6 @@ def test_other_layouts_and_shapes_are_taken_too(way):
     assert torch.equal(found, torch.full((3,), 3.0))
 
 
-def test_one_call_for_each_kind_of_tensors():
-    with mock.patch.object(lists, "has_kernels", return_value=True), mock.patch.object(lists, "direct") as direct:
-        lists.elementwise(rules.decayed, (tensors(), tensors()), 0.1)
-        assert direct.call_count == 1
-        lists.elementwise(rules.decayed, (tensors(torch.float32, torch.bfloat16), tensors()), 0.1)
-        assert direct.call_count == 3
-
-
 def test_gradients_vmap_and_traces_see_the_rule():
     x, y = tensors(), tensors()
     assert not lists.has_kernels([*x, *y])

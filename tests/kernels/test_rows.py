@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import types
 
@@ -27,25 +26,6 @@ def test_the_row_of_torchs_functions_of_lists_conforms(monkeypatch):
 
     monkeypatch.setattr(foreach, "CHUNK_OF_CPU", 100)
     assert fn.testing.conformance(foreach.row("cpu"), sizes=SIZES)
-
-
-def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
-    """Whether a tensor is cut, or several make a chunk, the numbers are the same."""
-    from fn.kernels import foreach
-
-    def step(chunk: int) -> list[torch.Tensor]:
-        monkeypatch.setattr(foreach, "CHUNK_OF_CPU", chunk)
-        draw = torch.Generator().manual_seed(0)
-        lists = [[torch.rand(shape, generator=draw) for shape in [(7, 5), (), (0,), (64,), (3,)]] for _ in range(4)]
-        sizes = [sum(map(torch.Tensor.numel, part)) for part, *_ in foreach.chunks(*lists)]
-        assert sum(sizes) == 103
-        assert all(size >= min(chunk, 103) for size in sizes[:-1])
-        foreach.adamw_(*lists, 0.9, 0.99, 1e-8, 0.1, 1e-2, math.inf, True)
-        return [*lists[0], *lists[2], *lists[3]]
-
-    whole = step(1 << 15)
-    for chunk in (1, 16, 64):
-        assert all(map(torch.equal, step(chunk), whole))
 
 
 @pytest.mark.slow
@@ -77,17 +57,6 @@ def test_an_op_is_traced_with_dynamic_shapes(op):
     """The part of torch's checks of ops that does not depend on the row, and that the kit therefore leaves to us."""
     (args, *_) = small_arguments(op)
     torch.library.opcheck(getattr(torch.ops.fn, op).default, args, test_utils="test_aot_dispatch_dynamic")
-
-
-def test_conformance_sees_a_kernel_that_is_wrong_in_the_tail():
-    def wrong(x):
-        packed = reference.codes.pack_bits(x)
-        return packed | 128 if x.shape[1] == 7 else packed
-
-    report = fn.testing.conformance(kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(7, 8))
-    assert not report
-    assert "n=7" in repr(report)
-    assert "n=8" not in repr(report)
 
 
 def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):

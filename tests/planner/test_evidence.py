@@ -74,11 +74,6 @@ def test_gaps_are_those_of_the_tables():
         assert known.gap[0] == pytest.approx(gap)
 
 
-def test_between_numbers_of_replicas_gaps_are_linear_in_the_logarithm():
-    one, four, many = (evidence("muloco, int8", 914_000_000, replicas=k, local_steps=30).gap for k in (1, 4, 16))
-    assert four == pytest.approx([(a + b) / 2 for a, b in zip(one, many, strict=True)])
-
-
 SLOPES = ((3.529 - 3.261) / math.log(8), (3.529 - 3.408) / math.log(2), (3.322 - 3.261) / math.log(2))
 """Of AdamW's loss at 130M: the mean one, the steepest and the flattest."""
 
@@ -103,20 +98,6 @@ def test_below_the_published_sizes_the_range_of_muloco_goes_down_to_ours(params,
     assert low == 0.976 < published_ < high
     assert ("106 % (98 to 114 %) on our model of 131,072 parameters" in known.words) == shown
     assert evidence("muloco, int8", 150_000_000, replicas=8, local_steps=30).steps[1] > 1
-
-
-@pytest.mark.parametrize(("name", "replicas", "said"), [
-    ("muloco, int8", 8, "with 8 replicas (published: 1 and 16) and"), ("muloco, int8", 16, "with 16 replicas and"),
-    ("diloco, int8", 8, "with 8 replicas and"), ("diloco, int8", 12, "with 12 replicas (published: 8 and 16) and"),
-])  # fmt: skip
-def test_replicas_between_the_published_numbers_are_said_to_be(name, replicas, said):
-    assert said in evidence(name, 1_500_000_000, replicas=replicas, local_steps=30).words
-
-
-def test_rows_that_are_one_method_have_one_number():
-    assert evidence("muon, DDP", 10**9) == evidence("muon", 10**9)
-    exact, codes = (evidence(name, 10**9, replicas=8, local_steps=30) for name in ("muloco", "muloco, int8"))
-    assert exact == codes
 
 
 @pytest.mark.parametrize(("replicas", "local_steps"), [(17, 30), (8, 31)])

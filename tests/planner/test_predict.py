@@ -7,7 +7,7 @@ import pytest
 import fn
 from fn.planner import traffic
 from fn.planner.methods import Method, methods
-from fn.planner.network import Cost, Link, Message, duration, leaving, network
+from fn.planner.network import Cost, Message, duration, network
 from fn.planner.predict import FORWARD, Rates, plan, predict
 from fn.planner.recommend import recommend
 
@@ -34,21 +34,6 @@ def planned(params, net, compute, width=4, **more):
 )
 def test_what_a_collective_takes(message, net, time):
     assert duration(message, net) == pytest.approx(time)
-
-
-def test_what_leaves_a_node():
-    assert leaving(Message("data", "all_to_all", 7000), NODES) == 16_000
-    assert leaving(Message("data", "all_gather", 7000), NODES) == 7000
-    assert leaving(Message("node", "all_gather", 7000), NODES) == 28_000
-    assert leaving(Message("local", "all_gather", 7000), NODES) == 0
-    assert leaving(Message("data", "all_gather", 7000), FLAT) == 0
-
-
-def test_a_measured_collective_has_its_own_cost():
-    link = Link(Cost(1.0, 8.0), {"all_gather": Cost(1e-3, 8e6)})
-    net = network(2, 2, link)
-    assert duration(Message("data", "all_gather", 1000), net) == pytest.approx(2e-3)
-    assert duration(Message("data", "all_to_all", 10), net) == pytest.approx(11)
 
 
 def test_a_single_rank_sends_nothing_and_needs_nothing():
@@ -102,17 +87,6 @@ def test_coding_that_costs_more_than_it_saves_does_not_pay():
     names = [method.name for method in methods(traffic.model(10**8), net) if method.compressed]
     found = planned(10**8, net, 0.001, coding=dict.fromkeys(names, 1.0))
     assert recommend(found).take is None
-
-
-def test_predictions_are_ranked_and_named():
-    found = planned(10**8, FLAT, 0.1)
-    steps = [p.step for p in found.predictions]
-    assert steps == sorted(steps)
-    assert all(p.step >= p.limit - 1e-12 for p in found.predictions)
-    with pytest.raises(ValueError, match=r"name: expected one of .*, but got 'sgd'"):
-        found.of("sgd")
-    with pytest.raises(ValueError, match="compute"):
-        planned(10**8, FLAT, 0.0)
 
 
 ONEBIT = {
@@ -250,19 +224,6 @@ def test_a_plan_knows_optimizers_by_every_name():
             assert found.of(name).step > 0.1
 
 
-SQUARES = traffic.model(10**8, tensors=150, share=1.0)
-
-
-def test_ranks_of_factors_and_density_are_what_is_sent():
-    few, many = (
-        {m.name: m.size for m in methods(SQUARES, FLAT, rank=rank, density=density)}
-        for rank, density in ((1, 1 / 1024), (8, 1 / 64))
-    )
-    assert many["powersgd_adamw, rank 8"] == pytest.approx(8 * few["powersgd_adamw, rank 1"], rel=1e-3)
-    assert many["dion, rank 8"] == many["powersgd_adamw, rank 8"]
-    assert many["sparse_loco"] == pytest.approx(16 * few["sparse_loco"], rel=0.1)
-
-
 def test_owned_over_two_axes_takes_adamws_step_and_a_quarter_of_one_axis_in_codes():
     eight_nodes = network(64, 8, Cost(5e-6, 9e11), Cost(3e-5, 1e10))
     found = planned(1_300_000_000, eight_nodes, 0.35)
@@ -304,13 +265,6 @@ def test_own_time_is_calls_and_products_at_the_rates_of_a_device():
     found = plan([*made.values()], net, 0.1, model.params, memory=1e12, rates=slow).of("sign_muon")
     assert found.own == pytest.approx(each * 1e-3 + 1)
     assert found.step == pytest.approx(found.compute + found.exposed + found.coding + found.own)
-
-
-def test_more_tensors_take_longer():
-    models = [traffic.model(10**6, tensors) for tensors in (4, 400)]
-    few, many = (plan(methods(model, FLAT), FLAT, 1.0, 10**6, memory=1e13) for model in models)
-    for name in ("adamw", "adamw, int4 gradients", "sign_muon"):
-        assert few.of(name).own < many.of(name).own
 
 
 def test_a_step_that_was_measured_takes_the_place_of_what_is_predicted():

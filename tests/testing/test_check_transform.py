@@ -14,7 +14,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from registry import CODES, OPTIMIZERS
+from registry import CODES, CONTRIB, OPTIMIZERS
 
 import fn
 from fn import Phase, tree
@@ -22,7 +22,7 @@ from fn import Phase, tree
 PARAMS = {"w": torch.linspace(-1, 1, 20).view(5, 4), "b": torch.linspace(0.5, 1, 4), "s": torch.tensor(0.3)}
 METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
     **{optimizer.name: (optimizer.make, optimizer.schedule) for optimizer in OPTIMIZERS},
-    **{method.name: (method.make, method.schedule) for method in CODES},
+    **{method.name: (method.make, method.schedule) for method in (*CODES, *CONTRIB)},
     "dion": (fn.dion, fn.freeze_after(10)),
     "diloco": (fn.diloco, fn.every(500, start=10)),
     "streaming": (partial(chains.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
@@ -30,12 +30,16 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
     "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(15)),
     "muloco": (fn.muloco, fn.every(30)),
     "freeze_when_stable": (fn.onebit_adam, fn.freeze_when_stable()),
+    "norm_guard, streaming": (
+        partial(own_pieces.guarded_diloco, guard={"temperature": 1.0, "clip": 1.0}, fragments=2, alpha=0.5),
+        fn.every(4, fragments=2, delay=1, start=2),
+    ),
 }
 
 
 ONE_OF_EACH_KIND = (
     "adamw", "onebit_adam", "zero_one_adam", "loco_adamw", "muon, int8", "dion", "streaming", "sparse_loco", "demo",
-    "freeze_when_stable",
+    "freeze_when_stable", "des_loc", "no_loco", "primal_average", "sparta", "norm_guard, streaming",
 )  # fmt: skip
 LATER = [pytest.param(name, marks=pytest.mark.reliability) for name in METHODS if name not in ONE_OF_EACH_KIND]
 
@@ -149,13 +153,6 @@ def test_a_wrong_transform_is_told_its_fault_and_the_cure(what):
     assert not report
     assert "NOT conforming" in repr(report)
     assert any(re.search(said, fault) for fault in report.faults), report
-
-
-
-
-def test_what_is_no_transform_is_refused():
-    with pytest.raises(TypeError, match=r"^tx: expected a transform"):
-        fn.testing.check_transform(fn.adamw, PARAMS, warm_up)  # type: ignore[arg-type]
 
 
 def over_groups() -> tuple[Any, ...]:

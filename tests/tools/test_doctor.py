@@ -136,5 +136,3 @@ def test_the_command_refuses_a_peer_that_is_none(text: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main(["doctor", "--peer", text])
     assert f"--peer: expected host or host:port, but got {text!r}" in capsys.readouterr().err
-
-

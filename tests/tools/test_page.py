@@ -19,7 +19,6 @@ from ranks import LIMIT
 from fn.__main__ import main
 from fn.planner import traffic
 from fn.planner.efficiency import NCCL, constant, over_tcp
-from fn.planner.gpt import gpt
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
 from fn.planner.predict import Plan, Rates, plan
@@ -158,39 +157,13 @@ def few(monkeypatch):
 @pytest.mark.parametrize("setting", SOME)
 def test_the_script_plans_for_the_models_and_methods_of_the_flags(setting, few, tmp_path):
     path = tmp_path / "plan.html"
-    flags = "--dtype bf16 --tensors 7 --bucket 1e6 --interval 4 --local-steps 1 --rank 1/8 --density 1/50"
-    main([*LINE.split(), *flags.split(), "--html", str(path)])
-    made = planned(setting, tensors=7, width=2, bucket=10**6, interval=4, rank=1 / 8, density=1 / 50)
-    check(script_of(path.read_text(encoding="utf-8")).call("opened", at(setting)), made)
-
-
-def test_the_page_takes_the_ratio_of_the_flag(few, tmp_path):
-    path = tmp_path / "plan.html"
-    main([*LINE.split(), "--steps-ratio", "0.8", "--html", str(path)])
-    shown = script_of(path.read_text(encoding="utf-8")).call("opened", at(SOME[0]))
-    check(shown, planned(SOME[0]), 0.8)
-    assert "steps: 80 %, as given" in shown
-
-
-def test_the_page_says_which_model_it_assumes_and_takes_the_share_of_the_flag(few, tmp_path):
-    path = tmp_path / "plan.html"
-    for flags, share in ((["--hidden-share", "1/4"], 0.25), ([], None)):
-        main([*LINE.split(), *flags, "--html", str(path)])
-        setting = SOME[0]._replace(params=10**9)
-        shown = script_of(path.read_text(encoding="utf-8")).call("opened", at(setting))
-        check(shown, planned(setting, share=share))
-        assert f"assumed: {gpt(10**9, share)}; {'25 %' if share else '91.'}" in shown
-
-
-def test_the_page_s_links_reach_what_is_published_at_their_speed(few, tmp_path):
-    """Nothing stays inside nodes of one rank, whose slider of the bandwidth there cannot be moved."""
-    path = tmp_path / "plan.html"
-    line = f"plan --params {PARAMS} --world 8 --inter 1gbit --transport gloo --compute 350ms"
-    main([*line.split(), "--html", str(path)])
-    engine = script_of(path.read_text(encoding="utf-8"))
-    for speed in (1e9, 7e9, 1e10, 1.6e10, 2.5e10, 1e11):
-        setting = Setting(PARAMS, 8, 1, 1e9, 3e-5, speed, 3e-5, 0.35, 30)
-        check(engine.call("opened", at(setting)), planned(setting._replace(intra=1e12), transport="gloo"))
+    flags = "--dtype bf16 --tensors 7 --hidden-share 1/4 --bucket 1e6 --interval 4 --local-steps 1 --rank 1/8"
+    more = "--density 1/50 --transport gloo --steps-ratio 0.8"
+    main([*LINE.split(), *flags.split(), *more.split(), "--html", str(path)])
+    made = planned(
+        setting, tensors=7, width=2, share=0.25, transport="gloo", bucket=10**6, interval=4, rank=1 / 8, density=1 / 50
+    )
+    check(script_of(path.read_text(encoding="utf-8")).call("opened", at(setting)), made, 0.8)
 
 
 MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 import fn
 from fn import Phase, tree
-from fn.collectives import transports
-from fn.collectives.axis import Axis, Binding
 
 SHAPES = {"matrix": (5, 7), "vector": (9,), "scalar": (), "empty": (0, 3), "cube": (2, 3, 4)}
 
@@ -212,9 +210,3 @@ def test_a_state_of_params_of_another_number_is_refused_by_name():
 
     with pytest.raises(ValueError, match=r"^state: .*2 vectors.*got 1; .*init"):
         fn.simulate(step, "data", 2)(torch.ones(2, 3))
-
-
-def echo():
-    """Two ranks, of which the other one says whatever this one says; tensors are plain, as on real ranks."""
-    pair = transports.Transport(lambda x: x.clone(), lambda x: x.expand(2, *x.shape).clone(), lambda x: 2 * x)
-    return Binding({"data": Axis(2, torch.tensor(0), transports.register("echo", pair))})

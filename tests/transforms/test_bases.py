@@ -153,9 +153,6 @@ def test_at_rest_nothing_is_taken_anywhere():
     ("make", "kind", "text"),
     [
         (lambda: fn.tiles(0), ValueError, "tile: expected a whole number of at least 1, but got 0"),
-        (lambda: fn.tiles(2.0), TypeError, "tile: expected a whole number, but got 2.0"),
-        (lambda: fn.in_basis(fn.tiles, EXACT), TypeError, "basis: expected a basis, such as fn.tiles"),
-        (lambda: fn.in_basis(fn.tiles(2), "data"), TypeError, "sync: expected a transform"),
         (lambda: fn.in_basis(fn.tiles(2), lambda n: n).init([torch.ones(2)]), TypeError, r"sync\(2\): expected a tran"),
         (lambda: fn.sparse_loco(axis="data", k=0), ValueError, "k: expected a whole number of at least 1"),
         (lambda: fn.sparse_loco(axis="data", k=0.1), TypeError, "k: expected a whole number"),

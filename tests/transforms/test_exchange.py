@@ -98,8 +98,7 @@ def test_a_round_is_the_local_step_and_the_functions_one_after_the_other(name, w
         torch.manual_seed(t)
         g = tree.map(lambda p: torch.randn(2, *p.shape), PARAMS)
         found, wanted = (
-            fn.simulate(way, "data", 2)(g, state, params)
-            for way in (step_of(tx, before), by_hand(tx, ORDERS[before]))
+            fn.simulate(way, "data", 2)(g, state, params) for way in (step_of(tx, before), by_hand(tx, ORDERS[before]))
         )
         for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
             assert torch.equal(x, y)

@@ -46,9 +46,7 @@ def test_one_bit_lamb_is_the_papers(world: int, weight_decay: float, max_step: f
     bounds = {"max_coeff": 2.0, "min_coeff": 0.1, "factor_threshold": 0.3}
     tx = chains.onebit_lamb(axis="data", max_step=max_step, **bounds, **hyper)
     params = start()
-    oracle = OnebitLamb(
-        [p.numpy().ravel() for p in params], world, max_step=max_step or np.inf, **bounds, **hyper
-    )
+    oracle = OnebitLamb([p.numpy().ravel() for p in params], world, max_step=max_step or np.inf, **bounds, **hyper)
     state, dims = begin(tx, params, world)
     for step in range(14):
         phase = fn.freeze_after(5)(step)
@@ -120,9 +118,9 @@ def test_deepspeeds_padding_counts_and_returns_while_ours_does_not() -> None:
     ours = fn.onebit_lamb(lr=0.1, axis="data")
     errors = []
     for tx, tree_of in ((theirs, lambda x: (x,)), (ours, lambda x: x)):
-        state = fn.simulate(
-            tx.init, "data", 2, in_dims=None, out_dims=fn.rank_dims(tx.init(tree_of(params)))
-        )(tree_of(params))
+        state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=fn.rank_dims(tx.init(tree_of(params))))(
+            tree_of(params)
+        )
         dims = fn.rank_dims(state)
         for step in range(3):
             phase = fn.freeze_after(1)(step)

@@ -218,11 +218,6 @@ def test_what_cannot_be_late_is_refused_by_name_with_the_cure(name: str) -> None
         make()
 
 
-def test_what_is_no_transform_and_makes_none_is_refused() -> None:
-    with pytest.raises(TypeError, match="tx: expected a transform, such as"):
-        fn.late(3)
-
-
 def opened(make: Any = fn.adamw, **more: Any) -> tuple[Any, fn.Optimizer]:
     p = torch.nn.Parameter(torch.ones(2, 2))
     late = fn.late(make, **more)

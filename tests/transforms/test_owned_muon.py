@@ -111,28 +111,6 @@ def test_matrices_of_zeros_stay_where_they_are(hyper: str) -> None:
     assert not torch.equal(found["b"], params["b"])
 
 
-@pytest.mark.parametrize("hyper", ["exact", "int8"])
-@pytest.mark.parametrize("phase", [W, C])
-@pytest.mark.parametrize("name", ["conv", "stack", "a"])
-def test_a_nan_on_one_rank_skips_the_step_on_all(hyper: str, phase: Phase, name: str) -> None:
-    shapes = SHAPES["three and four dimensions"]
-    grads = [tensors(shapes, 10 + t, WORLD) for t in range(4)]
-    grads[2][name][1].view(-1)[3] = torch.nan
-    found = simulated(muon(hyper), tensors(shapes, 0), grads, [W, C, phase, C])
-    assert all(map(torch.equal, tree.leaves(found[2]), tree.leaves(found[1])))
-    assert not torch.equal(found[3][name], found[2][name])
-    assert all(x.isfinite().all() for x in tree.leaves(found[3]))
-
-
-def test_a_state_of_another_number_of_ranks_is_refused() -> None:
-    tx, params = muon("exact"), {name: torch.ones(4, 3) for name in "abc"}
-    state = tx.init(params)
-    with pytest.raises(ValueError, match=r"by owner \[1, 1, 1\], but got 3 tensors, by owner \[3\]"):
-        fn.simulate(lambda g: tx.update(W)(g, state, params)[0], "data", 3)(
-            tree.map(lambda p: p.repeat(3, 1, 1), params)
-        )
-
-
 class Tied(torch.nn.Module):
     """A model whose head is its embedding."""
 
@@ -183,25 +161,3 @@ def test_tied_weights_move_once_and_what_cannot_be_owned_says_so() -> None:
         assert "one that is divided among ranks, in shards or by owners of tensors" in found["watched"]
         assert "expected leaf 'w' to be a whole tensor, but got a DTensor" in found["DTensor"]
         assert "p.full_tensor()" in found["DTensor"]
-
-
-def compiled() -> dict[str, Any]:
-    """Return the updates of a step of each as it is and compiled, in one graph."""
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",)), {}
-    params = tensors(SHAPES["one larger than all others"], 0)
-    grads = tensors(SHAPES["one larger than all others"], 10 + dist.get_rank())
-    with fn.bind(mesh):
-        for hyper, phase in (("exact", W), ("int8", C)):
-            tx = muon(hyper)
-            update, state = tx.update(phase), tx.init(params)
-            run = torch.compile(update, fullgraph=True, backend="aot_eager")
-            found[hyper] = update(grads, state, params), run(grads, state, params)
-    return found
-
-
-@pytest.mark.reliability
-def test_a_pure_step_compiles_to_one_graph() -> None:
-    for found in ranks.run(2, compiled):
-        for as_it_is, as_graph in found.values():
-            for a, b in zip(tree.leaves(as_it_is), tree.leaves(as_graph), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

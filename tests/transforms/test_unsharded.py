@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fn
 from fn import Phase, tree
-from fn.base import facts_of
 from fn.transforms.muon import orthogonalize
 from fn.transforms.owned import OwnedState
 from fn.transforms.unsharded import Shards
@@ -185,11 +184,6 @@ def test_a_rank_sends_its_rows_and_their_updates() -> None:
     assert books[0].messages == {("shard", "all_to_all"): 2}
 
 
-def test_its_facts_say_that_it_can_be_given_rows() -> None:
-    facts = facts_of(fn.chain(fn.trace(0.9), fn.unsharded(fn.chain(fn.average("node"), orthogonalize()), "shard")))
-    assert facts == fn.Facts(axes=("node",), shards=("shard",), averages=fn.average("node").facts.averages)
-
-
 def guarded(on_rank: Tensor) -> tuple[Tensor, Tensor]:
     """Take a step of a matrix of which the last rank has no row, and of a vector that goes element by element."""
     labels = ["muon", "sgd"]
@@ -239,14 +233,11 @@ def test_local_steps_are_left_out_by_all_ranks_of_an_island() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: fn.unsharded("muon", "shard"), TypeError, "inner: expected a transform"),
         (lambda: fn.unsharded(orthogonalize(), ("a", "b")), TypeError, "shards: expected the name of one axis"),
         (lambda: fn.unsharded(fn.average("shard"), "shard"), ValueError, "inner: expected no communication over the"),
         (lambda: fn.unsharded(fn.clip_by_global_norm(1.0), "shard"), ValueError, "inner: expected links that treat"),
         (lambda: fn.unsharded(fn.stateless(lambda u, p: u), "shard"), ValueError, "inner: expected links that treat"),
         (lambda: fn.unsharded(fn.diloco(axis="x"), "shard"), ValueError, "inner: expected a transform with phases"),
-        (lambda: fn.unsharded(fn.trace(0.9), "shard", codec="int8"), TypeError, "codec: expected a Codec"),
-        (lambda: fn.unsharded(fn.trace(0.9), "shard", gather=8), TypeError, "gather: expected a Codec"),
         (lambda: fn.unsharded(fn.trace(0.9), "shard", feedback=fn.classic()), ValueError, "feedback: is given without"),
         (lambda: fn.unsharded(fn.trace(0.9), SHARDS).init([torch.ones(2)]), ValueError, "shards: expected one for"),
     ],

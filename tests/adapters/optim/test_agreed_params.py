@@ -260,12 +260,6 @@ def test_a_backward_pass_over_the_swap_is_refused_by_torch():
         loss.backward()
 
 
-def test_other_objects_are_refused():
-    theirs: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    with pytest.raises(TypeError, match=r"optimizer: expected an fn.Optimizer, but got SGD"), agreed_params(theirs):
-        pass
-
-
 def test_params_of_which_nobody_knows_what_is_agreed_on_are_refused():
     inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(0.1))
     _, opt = alone(lambda lr: own_pieces.meeting(inner, "data", ["outer"]))
@@ -274,9 +268,7 @@ def test_params_of_which_nobody_knows_what_is_agreed_on_are_refused():
         pass
 
 
-@pytest.mark.parametrize(
-    "make", [method.make for method in registry.APART]
-)
+@pytest.mark.parametrize("make", [method.make for method in registry.APART])
 def test_methods_whose_ranks_never_agree_are_refused_with_what_to_evaluate(make):
     _, opt = alone(partial(make, axis="data"), fn.every(4))
     text = "optimizer: expected a transform whose state has .* evaluate behind an exchange of all params, or .* mean"

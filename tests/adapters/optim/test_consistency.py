@@ -64,9 +64,7 @@ def exact() -> dict[str, list[list[str]]]:
     return found
 
 
-def exactly(
-    method: Callable[..., fn.Transform], axis: str | None = "data", **options
-) -> Callable[..., fn.Optimizer]:
+def exactly(method: Callable[..., fn.Transform], axis: str | None = "data", **options) -> Callable[..., fn.Optimizer]:
     def make(model: torch.nn.Module) -> fn.Optimizer:
         with fn.bind({"data": torch.distributed.group.WORLD}):
             return fn.Optimizer(model.parameters(), partial(method, axis=axis), **options)

@@ -18,7 +18,6 @@ def adam(lr: float = 0.1) -> fn.Transform:
     return fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
 
 
-
 AVERAGE = fn.average("data")
 APART = {
     "warm-up only": (lambda lr: fn.chain(AVERAGE, adam(lr)), fn.freeze_after(3)),

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from simulated import bits, same_bits
 
 import fn
 from fn import Phase, tree
@@ -24,14 +25,6 @@ def set_gradients(params, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-
-
-def bits(t) -> list[torch.Tensor]:
-    return [leaf.detach().flatten().clone().view(torch.uint8) for leaf in tree.leaves(t)]
-
-
-def same_bits(a, b) -> bool:
-    return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
 def steps(opt, params, count: int, first: int = 0) -> None:
@@ -122,6 +115,7 @@ def test_generators_of_parameters_are_accepted_in_param_groups_too():
 
 
 # Learning rates.
+
 
 @pytest.mark.parametrize("name", ["momentum", "foreach"])
 def test_what_the_optimizer_does_not_take_is_refused_with_what_it_takes(name):

@@ -15,6 +15,8 @@ FORMATS = {"e4m3": (3, 7, 448.0), "e5m2": (2, 15, 57344.0)}
 """Bits of the mantissa, bias of the exponent, largest number."""
 
 each_format = pytest.mark.parametrize("format", FORMATS)
+
+
 def numbers_of(format):
     """Return the magnitudes of a format in the order of their codes, as its definition says them."""
     mantissa, bias, largest = FORMATS[format]

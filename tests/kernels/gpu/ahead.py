@@ -51,8 +51,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "anywhere": ("adamw", {"ALIGNED": False}),
     "a rule of half precision, in place": (
         "elementwise",
-        {"RULE": rules.RULES["descended"], "RESULTS": (tl.bfloat16,), "OPERANDS": (tl.bfloat16, tl.float32),
-         "KINDS": ("each", "number"), "BARRIER": True},
+        {
+            "RULE": rules.RULES["descended"],
+            "RESULTS": (tl.bfloat16,),
+            "OPERANDS": (tl.bfloat16, tl.float32),
+            "KINDS": ("each", "number"),
+            "BARRIER": True,
+        },
     ),
 }
 """What is compiled: a kernel, and constants that are not the usual ones."""
