@@ -57,7 +57,8 @@ def lion_muon(
         votes: between, ranks vote with one bit a number, and keep momenta of their own, whose mean is that of one
             momentum over mean gradients. False: all that ranks send is exact, in every step.
         other: what gives the direction of the others, `scale_by_adam(await_gradient=True)` say, from gradients that are
-            averaged exactly in every step; other_rate: its rate, as a multiple of lr. None: Lion, with the votes of the rest.
+            averaged exactly in every step; other_rate: its rate, as a multiple of lr. None: Lion, with the votes of the
+            rest.
         dtype: Muon's, as for `scale_by_muon`, whose coefficients are "jordan" here.
         shards: as for `muon`: on FSDP2's shards matrices are brought together for Muon's steps, and for no others.
     Returns: a transform with a warm-up, Muon's steps, and a compressed phase, Lion's; `periodic(p)` is its schedule.
