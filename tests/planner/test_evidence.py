@@ -74,6 +74,11 @@ def test_gaps_are_those_of_the_tables():
         assert known.gap[0] == pytest.approx(gap)
 
 
+def test_between_numbers_of_replicas_gaps_are_linear_in_the_logarithm():
+    one, four, many = (evidence("muloco, int8", 914_000_000, replicas=k, local_steps=30).gap for k in (1, 4, 16))
+    assert four == pytest.approx([(a + b) / 2 for a, b in zip(one, many, strict=True)])
+
+
 SLOPES = ((3.529 - 3.261) / math.log(8), (3.529 - 3.408) / math.log(2), (3.322 - 3.261) / math.log(2))
 """Of AdamW's loss at 130M: the mean one, the steepest and the flattest."""
 

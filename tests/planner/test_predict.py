@@ -224,6 +224,17 @@ def test_a_plan_knows_optimizers_by_every_name():
             assert found.of(name).step > 0.1
 
 
+def test_ranks_of_factors_and_density_are_what_is_sent():
+    squares = traffic.model(10**8, tensors=150, share=1.0)
+    few, many = (
+        {m.name: m.size for m in methods(squares, FLAT, rank=rank, density=density)}
+        for rank, density in ((1, 1 / 1024), (8, 1 / 64))
+    )
+    assert many["powersgd_adamw, rank 8"] == pytest.approx(8 * few["powersgd_adamw, rank 1"], rel=1e-3)
+    assert many["dion, rank 8"] == many["powersgd_adamw, rank 8"]
+    assert many["sparse_loco"] == pytest.approx(16 * few["sparse_loco"], rel=0.1)
+
+
 def test_owned_over_two_axes_takes_adamws_step_and_a_quarter_of_one_axis_in_codes():
     eight_nodes = network(64, 8, Cost(5e-6, 9e11), Cost(3e-5, 1e10))
     found = planned(1_300_000_000, eight_nodes, 0.35)

@@ -300,6 +300,23 @@ def test_what_takes_the_least_when_it_is_tried_is_recommended(least, script, cap
         assert "where AdamW under DDP takes 10 ms." in text
 
 
+def test_a_prediction_is_compared_with_the_prediction_of_adamw_where_that_was_measured(
+    script, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(trials, "tries", lambda *given: trials.Trials(STEPS, 2, {}))
+    line = f"--world 2 --intra 1kbit --compute 1ms --json {tmp_path / 'plan.json'}"
+    main(["plan", *line.split(), "--probe", script(LONELY.format(steps=99, more=""))])
+    found = json.loads((tmp_path / "plan.json").read_text())
+    base = next(row for row in found["predictions"] if row["method"] == "adamw")
+    said = found["recommendation"]
+    shares = {pick["name"]: (pick["share"], pick["step"]) for pick in (said["exact"], *said["picks"])}
+    for name, over in {"muon": base["predicted"], "sign_muon": base["step"]}.items():
+        share, step = shares[name]
+        assert share == pytest.approx(step / over)
+    table = capsys.readouterr().out.partition("\n\ntake ")[2].splitlines()
+    assert {line.partition("  ")[0] for line in table if ", measured " in line} == set(STEPS)
+
+
 def test_own_times_of_one_rank_are_put_beside_predicted_messages(script, capsys, tmp_path, monkeypatch):
     own = {"adamw": 1.5e-3, "sign_muon": 4e-3}
     rows = []

@@ -257,7 +257,7 @@ def test_a_state_of_other_params_is_refused() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("phase", [W, C])
-@pytest.mark.parametrize("name", ["a", "vector"])
+@pytest.mark.parametrize("name", ["a", "vector", "stack"])
 def test_a_number_that_is_not_finite_skips_the_step_on_all_ranks(bad: float, phase: Phase, name: str) -> None:
     world = World(fn.skip_nonfinite(MAKES["int8 both ways"]()), start(), 3)
     for t, each in enumerate([W, C]):
