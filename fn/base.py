@@ -168,12 +168,10 @@ class UpdateFn(Protocol):
         check(state, read)          raises where a call would refuse the state. Kernels that take the step in place of
                                     the call have to ask it, or would take in silence what the call refuses. read
                                     moves a 0-d tensor to where the host can read its number
-        takes_out                   whether the call takes out=updates, and then writes over their memory
-        late(updates, state)        the step with the new state written later: see `fn.inplace.own_memory`
-        is_fresh                    whether it keeps nothing of the updates that it returns
-        mapped(f)                   the same step with f of each update inside of it
-        hands_down                  whether updates inside may leave their new states to be written later
-        together                    axes whose ranks leave out a step together: nothing may be written later then
+        tensorwise                  whether it takes each tensor by itself, and sends nothing, so that a step can be
+                                    written a chunk of tensors at a time: see `fn.inplace.head_and_body`
+        mapped(f)                   the same step with f of each update inside of it, whose updates it passes on
+        branches(state, params)     the tensors that each update inside of it takes, where they take some each
         now                         whether it reads the params, or a rate, of the step that it is taken in, so that it
                                     cannot be taken beside the training
         last                        whether params are moved by what it returns, as it is, so that it ends a chain
@@ -290,15 +288,10 @@ def chain(*links: Transform) -> Transform:
     return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange, links=links)
 
 
-@declare_rule(hands_down=True)
 class Chained(NamedTuple):
     """The update of a chain: those of its links, one after the other."""
 
     links: tuple[UpdateFn, ...]
-
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the chain of what f makes of its links."""
-        return Chained(tuple(map(f, self.links)))
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates of the last link, and the states of all."""
@@ -467,9 +460,14 @@ def rules_in(update: UpdateFn) -> Iterator[UpdateFn]:
     """Yield an update, and all those inside of it: of chains, guards and combinators."""
     update = original(update)
     yield update
+    for one in inside(update):
+        yield from rules_in(one)
+
+
+def inside(update: Any) -> list[UpdateFn]:
+    """Return the updates inside of another one: of a chain, a guard or a combinator."""
     inner = [update.inner] if hasattr(update, "inner") else []
-    for inside in (*getattr(update, "links", ()), *inner, *getattr(update, "update_of", {}).values()):
-        yield from rules_in(inside)
+    return [*getattr(update, "links", ()), *inner, *getattr(update, "update_of", {}).values()]
 
 
 def name_of(update: UpdateFn) -> str:

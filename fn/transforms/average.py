@@ -52,7 +52,7 @@ class CodedAverageState(NamedTuple):
     gradient_errors: ErrorFeedbackState
 
 
-@declare_rule(name="average", is_fresh=True)
+@declare_rule(name="average")
 class Average(NamedTuple):
     """The rule of the warm-up of `average`, with its arguments."""
 

@@ -20,7 +20,6 @@ from fn.base import (
     check_params,
     check_state,
     combine,
-    declare_rule,
     facts_of,
 )
 from fn.collectives.agreement import check_order
@@ -118,9 +117,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         check_order(facts_of(inner).axes, params, {"the mask": chosen})
         return inner.init(_pick(params, chosen))
 
-    def masked(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (inner_update,) = updates_of
-
+    def of(inner_update: UpdateFn) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             chosen, updates = places(params), tree.in_order(updates, params, "updates")
             new, state = inner_update(_pick(updates, chosen), state, _pick(params, chosen))
@@ -131,11 +128,11 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
                 return NewParams(tree.with_leaves(others, _wholes(new.params, chosen))), state
             return tree.with_leaves(updates, _wholes(new, chosen)), state
 
-        return Masked(inner_update, own_code(update))
+        return Masked(inner_update, of, places, own_code(update))
 
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
-    tx = combine([inner], init, masked, facts, exchange=exchange)
+    tx = combine([inner], init, lambda phase, updates_of: of(*updates_of), facts, exchange=exchange)
     facts = of_branches(facts_of(tx), [facts_of(inner), Facts()])
     return tx._replace(facts=_batched(facts, [facts_of(inner)], lambda params: [places(params)]))
 
@@ -157,15 +154,41 @@ def _batched(facts: Facts, branches: Sequence[Facts], places: Callable[[Tree], I
     return facts._replace(batched=False if is_refused else batched)
 
 
+class Branch(NamedTuple):
+    """The leaves that one of several updates takes. chosen: their numbers and labels. state: the update's own."""
+
+    update: UpdateFn
+    state: Tree
+    chosen: Chosen
+
+    def shown(self, leaves: Sequence[Tensor] | Mapping[int, Tensor], places: Iterable[int]) -> list[Tensor]:
+        """Return the leaves in some places, in the parts that their labels say."""
+        return _shown(leaves, {i: self.chosen[i] for i in places})
+
+    def whole(self, parts: Iterable[Tensor], places: Iterable[int]) -> dict[int, Tensor]:
+        """Return leaves by their places, made of their parts."""
+        return _wholes(parts, {i: self.chosen[i] for i in places})
+
+
 class Masked(NamedTuple):
-    """The rule of `mask`. inner: the update of the chosen leaves."""
+    """The rule of `mask`. inner: the update of the chosen leaves. of: masks another one. places: params -> these."""
 
     inner: UpdateFn
+    of: Callable[[UpdateFn], UpdateFn]
+    places: Callable[[Tree], Chosen]
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates, those of the chosen leaves by `inner`, and the next state."""
         return self.run(updates, state, params)
+
+    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+        """Return the mask around what f makes of the update inside."""
+        return self.of(f(self.inner))
+
+    def branches(self, state: Tree, params: Tree) -> list[Branch]:
+        """Return the leaves that the update inside takes."""
+        return [Branch(self.inner, state, self.places(params))]
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
@@ -186,7 +209,10 @@ def _on_some(exchange: Exchange, places: Callable[[Tree], Chosen]) -> Exchange:
 
 def _pick(t: Tree, chosen: Chosen) -> list[Any]:
     """Return the chosen leaves, in the parts that their labels say."""
-    leaves = tree.leaves(t)
+    return _shown(tree.leaves(t), chosen)
+
+
+def _shown(leaves: Sequence[Any] | Mapping[int, Any], chosen: Chosen) -> list[Any]:
     shown = [label.parts(leaves[i]) if isinstance(label, Label) else (leaves[i],) for i, label in chosen.items()]
     return [x for parts in shown for x in parts]
 
@@ -268,7 +294,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
                     return NewParams(tree.with_leaves(params, new_params)), after
                 return tree.with_leaves(updates, moves), after
 
-            return Partitioned(update_of, of, own_code(update))
+            return Partitioned(update_of, of, places, own_code(update))
 
         return of(dict(zip(transforms, updates_of, strict=True)))
 
@@ -340,12 +366,14 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
         raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
 
 
-@declare_rule(hands_down=True)
 class Partitioned(NamedTuple):
-    """The rule of `partition`. update_of: of each label. of: partitions others in the same way."""
+    """The rule of `partition`. update_of: of each label. of: partitions others in the same way. places: params -> the
+    leaves of each label.
+    """
 
     update_of: Mapping[str, UpdateFn]
     of: Callable[[Mapping[str, UpdateFn]], UpdateFn]
+    places: Callable[[Tree], Mapping[str, Chosen]]
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -355,6 +383,10 @@ class Partitioned(NamedTuple):
     def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
         """Return the partition into what f makes of each update."""
         return self.of({label: f(one) for label, one in self.update_of.items()})
+
+    def branches(self, state: Tree, params: Tree) -> list[Branch]:
+        """Return the leaves that the update of each label takes."""
+        return [Branch(self.update_of[label], state[label], chosen) for label, chosen in self.places(params).items()]
 
 
 Labels = Tree | Callable[[Tree], Tree] | None

@@ -27,7 +27,6 @@ from fn.base import (
     apply_updates,
     check_arguments,
     check_state,
-    declare_rule,
     facts_of,
 )
 from fn.collectives.agreement import check_order, device_of, true_on_all
@@ -118,7 +117,6 @@ class PlainWarmup(OuterWarmup):
     __slots__ = ()
 
 
-@declare_rule(hands_down=True)
 class OuterLocal(NamedTuple):
     """The rule of a local step, which is left out if it is not finite.
 

@@ -81,11 +81,6 @@ class Unsharded(NamedTuple):
         """Return this rank's pieces of the updates, and the next state."""
         return self.run(updates, state, params)
 
-    @property
-    def together(self) -> tuple[str, ...]:
-        """Return the axes whose ranks leave out a step together."""
-        return (self.axis,)
-
 
 def unsharded(
     inner: Transform,
