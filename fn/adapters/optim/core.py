@@ -429,7 +429,7 @@ def stage_purely(update: Update, grads: Tree, state: Tree, params: Tree) -> Stag
     def computed() -> tuple[bool | Tensor, Callable[[], None]]:
         moves, after = update.head(grads, state, params)
         check_shapes(moves, params)
-        # The state is written before the params, and would overwrite updates that lie in its memory.
+        # Where the state is written before the params, it would overwrite updates that lie in its memory.
         moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         # A mean that is on its way may read the gradients that were kept last, in their memory.
@@ -439,11 +439,13 @@ def stage_purely(update: Update, grads: Tree, state: Tree, params: Tree) -> Stag
 
         def commit() -> None:
             is_left_out = any(bool(new != old) for old, new in counts)  # by this rank alone, which counts it
-            write_state()
             if isinstance(moves, NewParams):
+                write_state()
                 move(params, moves)
-            elif not is_left_out:
+                return
+            if not is_left_out:
                 head_and_body.take(update.body, moves, state, params)
+            write_state()
 
         # The same tensor comes back from a guard that knew the answer. Else the comparison is a 0-d flag of the device,
         # for which nobody waits here.
