@@ -32,7 +32,7 @@ from fn.collectives.axis import ALONE, Axis, Binding, bind
 from fn.collectives.carriers import group_of
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
-from fn.transforms.unsharded import Shards
+from fn.transforms.unsharded import Boxes, Shards
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -65,21 +65,22 @@ def as_dtensor(piece: Tensor, like: DTensor) -> Tensor:
 
 
 class Division(NamedTuple):
-    """How the DTensors of a param group are divided. group: the ranks that have their pieces."""
+    """How the DTensors of a param group are divided. groups: the ranks that have their pieces, by the axis' name."""
 
     shards: Shards
-    group: dist.ProcessGroup
+    groups: dict[str, dist.ProcessGroup]
 
     def bound(self, binding: Binding) -> Binding:
-        """Return the binding with the axis added. Raises: ValueError if other ranks are bound to its name."""
-        name, there = self.shards.axis, binding.axes.get(self.shards.axis)
-        # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
-        if there is None:
-            return Binding({**binding.axes, **bind({name: self.group}).axes})
-        if _ranks_of(there) != dist.get_process_group_ranks(self.group):
-            cure = "give one of the two another name, in mesh_dim_names or in fn.bind"
-            got = f"other ranks than those of the mesh axis {name!r}, over which the DTensors are divided"
-            raise ValueError(expected("params", f"no other ranks to be bound to {name!r}", got, cure))
+        """Return the binding with the axes added. Raises: ValueError if other ranks are bound to a name of theirs."""
+        for name, group in self.groups.items():
+            there = binding.axes.get(name)
+            # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
+            if there is None:
+                binding = Binding({**binding.axes, **bind({name: group}).axes})
+            elif _ranks_of(there) != dist.get_process_group_ranks(group):
+                cure = "give one of the two another name, in mesh_dim_names or in fn.bind"
+                got = f"other ranks than those of the mesh axis {name!r}, over which the DTensors are divided"
+                raise ValueError(expected("params", f"no other ranks to be bound to {name!r}", got, cure))
         return binding
 
 
@@ -93,25 +94,59 @@ def _ranks_of(bound: Axis) -> list[int] | None:
 def division_of(params: Sequence[Tensor]) -> Division | None:
     """Return how the DTensors of a param group are divided; None without any.
 
-    Raises: ValueError if a DTensor is cut along several mesh axes, or two of them over different ranks.
+    A tensor that is divided over several axes of its mesh is divided over the ranks of all of them, which torch makes a
+    group of: every rank comes here when the optimizer is made.
+
+    Raises: ValueError if a DTensor is cut along several mesh axes that have no names, or is no matrix.
     """
-    dims, axes = list[int | None](), dict[tuple[str, str], dist.ProcessGroup]()
+    dims, names, groups = list[int | Boxes | None](), list[str](), dict[str, dist.ProcessGroup]()
     for i, p in enumerate(params):
         cuts = [j for j, q in enumerate(p.placements) if not q.is_replicate()] if is_dtensor(p) else []
         dims.append(None)
-        for mesh_dim in cuts:
-            placement, mesh = p.placements[mesh_dim], p.device_mesh  # type: ignore[attr-defined]
-            if len(cuts) > 1 or not placement.is_shard() or hasattr(placement, "split_factor"):  # interleaved
-                wanted = f"parameter {i} to be divided over one mesh axis for an optimizer of whole matrices"
-                raise ValueError(expected("params", wanted, f"the placements {p.placements}"))  # type: ignore[attr-defined]
-            dims[-1] = placement.dim
-            group, names = mesh.get_group(mesh_dim), mesh.mesh_dim_names
-            axes[names[mesh_dim] if names else "shard", group.group_name] = group
-    if len(axes) > 1:
-        wanted = "the DTensors of a param group to be divided over the same ranks"
-        raise ValueError(expected("params", wanted, f"{len(axes)} groups of ranks", "give each a group of its own"))
-    shapes = tuple(tuple(p.shape) for p in params)
-    return next((Division(Shards(name, shapes, tuple(dims)), group) for (name, _), group in axes.items()), None)
+        names.append("")
+        if not is_dtensor(p) or not cuts:
+            continue
+        mesh, placements, by_name = p.device_mesh, p.placements, p.device_mesh.mesh_dim_names
+        if len(cuts) == 1:
+            (j,) = cuts
+            dims[-1], group = placements[j].dim, mesh.get_group(j)  # type: ignore[attr-defined]
+            names[-1] = by_name[j] if by_name else "shard"
+        else:
+            if p.ndim > 2 or not by_name:
+                wanted = f"parameter {i} to be a matrix or a vector on a mesh with names of its axes"
+                raise ValueError(expected("params", wanted, f"the shape {tuple(p.shape)} and the mesh {mesh}"))
+            flat = mesh[tuple(by_name[j] for j in cuts)]._flatten()
+            names[-1], group = "_".join(by_name[j] for j in cuts), flat.get_group()
+            dims[-1] = boxes_of(p, cuts, group)
+        known = groups.setdefault(names[-1], group)
+        if known.group_name != group.group_name:
+            wanted = f"the DTensors of a param group to be divided over {names[-1]!r} among the same ranks"
+            raise ValueError(expected("params", wanted, "two groups of ranks", "give each a group of its own"))
+    if not groups:
+        return None
+    axes = tuple(name or next(iter(groups)) for name in names)  # what is not divided lies with any
+    shapes, axis = tuple(tuple(p.shape) for p in params), axes if len(groups) > 1 else next(iter(groups))
+    return Division(Shards(axis, shapes, tuple(dims), beside=tuple(groups) if len(groups) > 1 else ()), groups)
+
+
+def boxes_of(p: DTensor, cuts: Sequence[int], group: dist.ProcessGroup) -> Boxes:
+    """Return what each rank of a group has of a DTensor. Args: cuts: the axes of its mesh along which it is divided."""
+    mesh, placements = p.device_mesh, p.placements
+    # An interleaved placement cuts what those behind it have cut before.
+    order = [j for j in cuts if not hasattr(placements[j], "split_factor")]
+    order += [j for j in reversed(cuts) if hasattr(placements[j], "split_factor")]
+    starts, sizes = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for rank in dist.get_process_group_ranks(group):
+        place = (mesh.mesh == rank).nonzero()[0].tolist()
+        start, size = [0] * p.ndim, [*p.shape]
+        for j in order:
+            dim = placements[j].dim  # type: ignore[attr-defined]
+            rows = -(-size[dim] // mesh.size(j))  # as torch.chunk
+            begin = min(place[j] * rows, size[dim])
+            start[dim], size[dim] = start[dim] + begin, min(rows, size[dim] - begin)
+        starts.append(tuple(start))
+        sizes.append(tuple(size))
+    return Boxes(tuple(starts), tuple(sizes))
 
 
 def are_divided(params: Sequence[Tensor]) -> bool:
@@ -133,8 +168,8 @@ def check_divided(transform: Transform, max_norm: float | None, params: Sequence
         cure += "put fn.unsharded(link, shards) around one that needs whole tensors, in a make that takes shards"
         raise ValueError(expected("make's result", wanted, ", ".join(facts.whole), cure))
     division = division_of(params) if facts.shards else None
-    if division and (other := [axis for axis in facts.shards if axis != division.shards.axis]):
-        wanted = f"shards over {division.shards.axis!r}, over which the DTensors are divided"
+    if division and (other := [axis for axis in facts.shards if axis not in division.groups]):
+        wanted = f"shards over {', '.join(map(repr, division.groups))}, over which the DTensors are divided"
         cure = "let make take shards, which are given to it"
         raise ValueError(expected("make's result", wanted, f"over {', '.join(map(repr, other))}", cure))
 

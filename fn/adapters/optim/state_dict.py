@@ -210,7 +210,7 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
             divisions = [division_of(group["params"]) for group in core.param_groups]
             for division in filter(None, divisions):  # also where the transform was not told, as `diloco` is not
                 binding = division.bound(binding)
-                shards.append(division.shards.axis)
+                shards += division.groups
         axes = [*dict.fromkeys([*core.axes, *shards])]
     rank, size = 0, 1
     for axis in axes:
