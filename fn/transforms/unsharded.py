@@ -50,7 +50,7 @@ Tree = Any
 
 
 class Boxes(NamedTuple):
-    """How a tensor is divided in several dimensions: each rank has a box of it, none of which overlap.
+    """The boxes that each rank has of a tensor that is divided in several dimensions; they do not overlap.
 
     starts, sizes: of each rank a number for each dimension.
     """
@@ -67,7 +67,7 @@ class Shards(NamedTuple):
     dims: the dimension in which each is cut, or its `Boxes`, None for a tensor that every rank has whole; None in place
         of the tuple: rows of all that have dimensions.
     labels: of the whole tensors, which say in which parts the inner transform sees them; None: as they are.
-    beside: axes over which other tensors of the params are divided, whose ranks skip a step together with these.
+    beside: axes whose ranks skip a step together, where these are more than those of the axis, such as a whole mesh.
     """
 
     axis: str | tuple[str, ...]
@@ -224,7 +224,7 @@ def unsharded(
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
     # Inner needs whole tensors and gets them, so links around this need not know.
-    outside = merged(facts._replace(whole=()), Facts(shards=(axis, *shards.beside)))
+    outside = merged(facts._replace(whole=()), Facts(shards=shards.beside or (axis,)))
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=outside)
 
 
@@ -309,13 +309,13 @@ class _BoxCut(NamedTuple):
 
     def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
         """Return a tensor as (pieces, width), zeros behind the end of each row; pieces: as for `_Cut`."""
-        boxes = [x] if pieces == 1 and len(self.dim.sizes) > 1 else self._boxes(x)
+        boxes = [x] if pieces == 1 else self._boxes(x)
         # boxes (n_r, m_r) -> (width,) each -> (pieces, width)
         return torch.stack([nn.functional.pad(box.reshape(-1), (0, width - box.numel())) for box in boxes])
 
     def tensor(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the tensor of a shape that `flat` made (pieces, width) of, without what it padded."""
-        if len(flat) == 1 and len(self.dim.sizes) > 1:
+        if len(flat) == 1:
             return flat[0, : math.prod(shape)].reshape(shape)
         whole = flat.new_empty(self.shape)
         for row, size, box in zip(flat, self.dim.sizes, self._boxes(whole), strict=True):
@@ -423,9 +423,11 @@ def _cuts(shards: Shards, axis: str, leaves: Sequence[Tensor]) -> list[Cut | Non
     cuts = list[Cut | None]()
     here = None if transport == axes.SIMULATED else axes.own_rank(axis)
     for i, (leaf, shape, dim) in enumerate(zip(leaves, shapes, dims, strict=True)):
+        if isinstance(dim, Boxes) and transport == axes.ALONE:
+            dim = 0  # the only rank has all of its rows
         if isinstance(dim, Boxes):
             cuts.append(_BoxCut(torch.Size(shape), dim))
-            if transport != axes.ALONE and leaf.shape != dim.sizes[here or 0]:
+            if leaf.shape != dim.sizes[here or 0]:
                 wanted = f"tensor {i} to be {dim.sizes[here or 0]}, this rank's piece of {tuple(shape)}"
                 raise ValueError(expected("updates", wanted, f"{tuple(leaf.shape)}"))
             continue

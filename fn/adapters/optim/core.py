@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.groups import names_of
-from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.shards import pieces, placed
 from fn.base import Exchange, Guarded, NewParams, Phase, Round, Transform, UpdateFn, facts_of
 from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
@@ -199,7 +199,8 @@ class Core(torch.optim.Optimizer):
         """Return the gradients of a step, per param group: zeros where there is none."""
         lists = [group["params"] for group in self.param_groups]
         pairs = [zip(pieces(params), params, strict=True) for params in lists]
-        return [pieces([torch.zeros_like(x) if p.grad is None else p.grad for x, p in pair]) for pair in pairs]
+        zeros = torch.zeros_like
+        return [pieces([zeros(x) if p.grad is None else placed(p.grad, p) for x, p in pair]) for pair in pairs]
 
     def staging(self, phase: Phase | Round) -> Binding:
         """Return the axes that are bound while units are staged: without those that `gradients` has averaged over."""

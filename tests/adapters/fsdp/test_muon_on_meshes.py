@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fn
@@ -69,7 +73,7 @@ def trained(make: Any, place: Any, **more: Any) -> fn.Optimizer:
 
 def whole(opt: fn.Optimizer) -> list[Tensor]:
     params = opt.param_groups[0]["params"]
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in params]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
 
 
 def on_meshes() -> dict[Any, float]:
@@ -87,3 +91,121 @@ def on_meshes() -> dict[Any, float]:
 def test_steps_on_a_mesh_are_those_of_one_process() -> None:
     for found in run(4, on_meshes):
         assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-6))
+
+
+def clipped_norms() -> dict[str, Any]:
+    """Clip by `max_norm`, of AdamW's elements and Muon's matrices, and by torch's function of whole tensors."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), {}
+    for name, make in {"adamw": fn.adamw, "muon": partial(fn.muon, labels=labels())}.items():
+        for where, placements in PLACEMENTS.items():
+            ends = []
+            for place in (lambda x, q: x, lambda x, q: placed(x, mesh, q)):
+                params = [torch.nn.Parameter(place(x, q)) for x, q in zip(tensors(0), placements, strict=True)]
+                clips = not isinstance(params[0], DTensor)
+                opt = fn.Optimizer(params, make, lr=0.05, **{} if clips else {"max_norm": 0.7})
+                for step in range(STEPS):
+                    for p, g, q in zip(params, tensors(step + 1), placements, strict=True):
+                        p.grad = place(g, q)
+                    if clips:
+                        torch.nn.utils.clip_grad_norm_(params, 0.7)
+                    opt.step()
+                ends.append(whole(opt))
+            before = [p.to_local().clone() for p in params]
+            params[0].grad = placed(tensors(9)[0], mesh, placements[0])
+            if dist.get_rank() == 1:
+                params[0].grad.to_local().fill_(torch.nan)
+            opt.step()
+            still = all(torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True))
+            found[name, where] = max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)), still, opt.skipped
+    return found
+
+
+def test_max_norm_on_a_mesh_is_that_of_whole_tensors_and_a_nan_on_one_rank_skips_on_all() -> None:
+    for found in run(4, clipped_norms):
+        for (name, where), (apart, still, skipped) in found.items():
+            assert apart <= 1e-6
+            # of AdamW's elements whoever shares the norm hears of it; replicas have one gradient, and ask nobody
+            if name == "muon" or where == "FSDP2 x TP":
+                assert (still, skipped) == (True, 1)
+
+
+class Net(nn.Module):
+    """Two pairs of matrices, of uneven sides, an embedding and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        pair = lambda: nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})  # noqa: E731
+        self.pairs = nn.ModuleList([pair(), pair()])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for pair in self.pairs:
+            x = x + pair["down"](torch.tanh(pair["up"](x)))
+        return self.head(self.norm(x))
+
+
+def on(shape: tuple[int, ...]) -> tuple[Net, fn.Optimizer]:
+    """Return a model on a mesh, FSDP2 of as many ranks as the first number says times tensor parallelism."""
+    model = Net()
+    if shape:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp")[: len(shape)])
+        for pair in model.pairs if len(shape) > 1 else ():
+            parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["fsdp"])
+    return model, fn.Optimizer(model.named_parameters(), fn.normuon, labels=fn.labels_of(model), lr=0.05,
+                               max_norm=1.0)  # fmt: skip
+
+
+def train(model: nn.Module, opt: fn.Optimizer, steps: range) -> list[Tensor]:
+    """Train on data that is the same on all ranks; return the params."""
+    for step in steps:
+        tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(tokens[0]), tokens[1]).backward()
+        opt.step()
+        opt.zero_grad()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+def everything(model: nn.Module, opt: fn.Optimizer) -> dict[str, Tensor]:
+    """Return the numbers of a run as whole tensors: on another mesh they are the same."""
+    found = {**model.state_dict(), **opt.state_dict()}
+    whole = {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in found.items() if isinstance(x, Tensor)}
+    return {k: x for k, x in whole.items() if "owners" not in k}
+
+
+def trained_on_fsdp_and_tp(folder: str) -> dict[str, Any]:
+    """Train on 2 x 2, as one process does; save, go on, and load on 4 ranks of FSDP2 alone."""
+    model, opt = on((2, 2))
+    kinds = {str(p.placements) for p in model.parameters()}
+    found: dict[str, Any] = {"interleaved": any("Strided" in kind for kind in kinds)}
+    first = train(model, opt, range(3))
+    found["from one process"] = far(first, train(*on(()), range(3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict(), "opt": opt.state_dict()}, checkpoint_id=folder)
+        saved = everything(model, opt)
+        again, other = on((4,))
+        state = {"model": again.state_dict(), "opt": other.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+    again.load_state_dict(state["model"])
+    other.load_state_dict(state["opt"])
+    loaded = everything(again, other)
+    found["loaded otherwise"] = [k for k, x in saved.items() if k not in loaded or not torch.equal(loaded[k], x)]
+    found["behind it"] = far(train(model, opt, range(3, 8)), train(again, other, range(3, 8)))
+    return found
+
+
+def far(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def test_a_model_on_fsdp2_and_tensor_parallelism_trains_as_in_one_process_and_goes_on_without_it(tmp_path) -> None:
+    for found in run(4, trained_on_fsdp_and_tp, str(tmp_path)):
+        assert found["interleaved"]
+        assert found["from one process"] <= 1e-6
+        assert found["loaded otherwise"] == []
+        assert found["behind it"] <= 1e-6
