@@ -37,6 +37,7 @@ OPTIONAL = {
     "intel-extension-for-pytorch": ("XPU with torch 2.8; not needed later", "see the vendor's instructions"),
     "torch_npu": ("sign packing on Ascend NPUs", "see the vendor's instructions"),
     "mpi4py": ("ranks started by MPI", "pip install mpi4py"),
+    "safetensors": ("snapshots in the log of a run", "pip install safetensors"),
 }
 """Distributions that fn uses where they are installed: what for, and how to get them.
 
