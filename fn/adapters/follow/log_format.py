@@ -18,8 +18,8 @@ and the frame of step S leads from the state after S steps to the state after S 
     description           JSON, deflated (zlib): [step, phase, changed, [[key, lengths], ...], digest]
     payload               the bytes of each record, one after the other, as `lengths` cuts them
 
-`changed` holds the numbers that are others than in the frame before; `digest` is that of the parameters behind the
-step, or null.
+`changed` holds the numbers that are others than in the frame before, `skipped` among them: how many steps all ranks
+have skipped so far. `digest` is that of the parameters behind the step, or null.
 
 **head.json** is one line, {"digest": D, "head": {...}}, as compact JSON with sorted keys; D is the blake2b digest, of
 sixteen bytes, of the JSON of "head":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -172,7 +173,8 @@ class LogReader:
         """Return the segment in which the frame of a step is; None for the one that is still written."""
         if self._open.first <= step < self._open.next:
             return None
-        for segment in reversed(self._head.segments):
+        last = [self._closed[0]] if self._closed else []
+        for segment in itertools.chain(last, reversed(self._head.segments)):
             if segment.first <= step <= segment.last and step < self._head.end_of(segment.incarnation):
                 return segment
         has = ", ".join(f"{span.start} to {span.stop - 1}" for span in self.spans()) or "none yet"
