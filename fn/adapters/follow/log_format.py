@@ -231,7 +231,8 @@ def sealed(pieces: Sequence[bytes]) -> list[bytes]:
 
 def frame_end(data: bytes | bytearray, begin: int) -> int | None:
     """Return where the frame that begins in these bytes ends; None if they end before."""
-    if len(data) - begin < START_BYTES:
+    # Zeros alone are no frame: over a network, or where power was lost, a file may have its size before its bytes.
+    if len(data) - begin < START_BYTES or not any(data[begin : begin + START_BYTES]):
         return None
     end = begin + START_BYTES + int(_START.unpack_from(data, begin)[0])
     return end if end <= len(data) else None
