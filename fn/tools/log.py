@@ -26,15 +26,13 @@ def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
 
 def _show(reader: LogReader) -> None:
     print(f"{'step':>9} {'bytes':>15}  {'phase':12} {'digest':32}  changed")
-    life, count, total, skips = None, 0, 0, 0
-    for step in (step for span in reader.spans() for step in span):
-        if (now := reader.incarnation_of(step)) != life:
-            life = now
-            print(f"incarnation {life}, which began from step {reader.starts[life]}")
-        frame = reader.frame(step)
-        size = sum(len(leaf) for _, leaves in frame.records for leaf in leaves)
-        count, total, skips = count + 1, total + size, skips + ("skipped" in frame.changed)
-        print(f"{step:9} {size:15,}  {frame.phase:12} {frame.digest or '':32}  {_changed(frame)}".rstrip())
+    count = total = skips = 0
+    for incarnation, steps in reader.steps().items():
+        print(f"incarnation {incarnation}, which began from step {steps.start}")
+        for frame in map(reader.frame, steps):
+            size = sum(len(leaf) for _, leaves in frame.records for leaf in leaves)
+            count, total, skips = count + 1, total + size, skips + ("skipped" in frame.changed)
+            print(f"{frame.step:9} {size:15,}  {frame.phase:12} {frame.digest or '':32}  {_changed(frame)}".rstrip())
     snapshots = ", ".join(map(str, reader.snapshots())) or "none"
     method = f"{reader.header['method']}: " if "method" in reader.header else ""
     print(f"{method}{count} steps, {total:,} bytes, {skips} skipped, {reader.incarnation} restarts")

@@ -8,9 +8,7 @@ and the frame of step S leads from the state after S steps to the state after S 
     K-S.safetensors       a snapshot: what a follower starts from before the frame of step S
     lock                  held by the process that writes; empty, and no part of the log
 
-**A segment** is the eight bytes `fn log 1`, then its frames, one step after the other without a gap.
-
-**A frame** is, in little endian,
+**A segment** is frames, one step after the other without a gap. **A frame** is, in little endian,
 
     u64                   the length of what follows these sixteen bytes
     u32                   the length of the description
@@ -32,7 +30,7 @@ sixteen bytes, of the JSON of "head":
 
 A segment's digest is over the first sixteen bytes of each of its frames, which hold the checksums of all else; a
 snapshot's is over the file. Of a segment only the first `bytes` count: what a killed trainer left unfinished may follow
-there. A segment that is still open may end in the middle of a frame, and need not be there before its first one.
+there. A segment that is still open may end in the middle of a frame, and is not there before its first one.
 
 What a later incarnation began from replaces what older ones wrote from that step on. No file of those is changed.
 """
@@ -41,9 +39,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,17 +51,23 @@ from fn.errors import expected
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 Key: TypeAlias = tuple[str | int, ...]
-Record: TypeAlias = tuple[Key, Sequence[bytes]]
 
 FORMAT = 1
-MAGIC = b"fn log 1"
 HEAD = "head.json"
 RUN = ("method", "shapes", "dtypes")
 """What headers of all incarnations must have alike: they are of one run."""
 
-_START = struct.Struct("<QI")
+_LENGTHS = struct.Struct("<QI")
 _CHECKSUM = struct.Struct("<I")
-START_BYTES = _START.size + _CHECKSUM.size
+START_BYTES = _LENGTHS.size + _CHECKSUM.size
+_MALFORMED = (
+    zlib.error,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)  # of what JSON else may hold
 
 
 class LogDamaged(ValueError):
@@ -102,7 +108,7 @@ class Segment(NamedTuple):
     @property
     def name(self) -> str:
         """Return the name of its file."""
-        return segment_name(self.incarnation, self.first)
+        return f"{self.incarnation:04d}-{self.first:012d}.log"
 
 
 class Snapshot(NamedTuple):
@@ -126,6 +132,9 @@ class Incarnation(NamedTuple):
     header: dict[str, JSON]
 
 
+_LISTS = {"incarnations": Incarnation, "segments": Segment, "snapshots": Snapshot}
+
+
 class Head(NamedTuple):
     """What head.json holds. open: the first step of the segment that is being written, of the newest incarnation."""
 
@@ -137,16 +146,11 @@ class Head(NamedTuple):
     @property
     def open_name(self) -> str:
         """Return the name of the file of the segment that is being written."""
-        return segment_name(len(self.incarnations) - 1, self.open)
+        return Segment(len(self.incarnations) - 1, self.open, 0, 0, "").name
 
     def end_of(self, incarnation: int) -> float:
         """Return the step from which on later incarnations have replaced what this one wrote."""
         return min((later.first for later in self.incarnations[incarnation + 1 :]), default=float("inf"))
-
-
-def segment_name(incarnation: int, first: int) -> str:
-    """Return the name of a segment's file."""
-    return f"{incarnation:04d}-{first:012d}.log"
 
 
 def compact(value: JSON) -> bytes:
@@ -161,10 +165,8 @@ def digest_of(data: bytes) -> str:
 
 def encoded_head(head: Head) -> bytes:
     """Return the bytes of head.json."""
-    lists = {
-        name: [entry._asdict() for entry in getattr(head, name)] for name in ("incarnations", "segments", "snapshots")
-    }
-    value: dict[str, JSON] = {"format": FORMAT, **lists, "open": head.open}
+    lists: dict[str, JSON] = {name: [entry._asdict() for entry in getattr(head, name)] for name in _LISTS}
+    value: JSON = {"format": FORMAT, "open": head.open, **lists}
     return compact({"digest": digest_of(compact(value)), "head": value})
 
 
@@ -173,100 +175,46 @@ def decoded_head(data: bytes, where: str) -> Head:
 
     Raises: ValueError for the format of another version; LogDamaged if the bytes are not what was written.
     """
-    try:
+    form = head = None
+    with suppress(*_MALFORMED):
         value = json.loads(data)["head"]
         form = value["format"]
-        if type(form) is int and form != FORMAT:
-            cure = "read it with the version of fn that wrote it, or let this one write into a folder of its own"
-            raise _OtherVersion(expected("folder", f"a log of format {FORMAT}", f"format {form} in {where}", cure))
-        head = Head(
-            [_entry(Incarnation, entry) for entry in value["incarnations"]],
-            [_entry(Segment, entry) for entry in value["segments"]],
-            [_entry(Snapshot, entry) for entry in value["snapshots"]],
-            value["open"],
-        )
-        is_whole = type(head.open) is int and len(head.incarnations) > 0 and encoded_head(head) == data
-    except _OtherVersion as error:
-        raise ValueError(str(error)) from None
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # what JSON else may hold
-        is_whole = False
-    if not is_whole:
+        lists: Any = [[_entry(kind, fields) for fields in value[name]] for name, kind in _LISTS.items()]
+        head = Head(lists[0], lists[1], lists[2], operator.index(value["open"]))
+    if type(form) is int and form != FORMAT:
+        cure = "read it with the version of fn that wrote it, or let this one write into a folder of its own"
+        raise ValueError(expected("folder", f"a log of format {FORMAT}", f"format {form} in {where}", cure))
+    if head is None or not head.incarnations or encoded_head(head) != data:
         cure = "copy it again from where it was written; followers can start at any snapshot of another copy"
         raise LogDamaged(f"folder: {where} is not what was written; {cure}", file=HEAD)
     return head
 
 
-class _OtherVersion(Exception):
-    """The format of another version, which is no damage."""
-
-
 def _entry(kind: Any, fields: Mapping[str, Any]) -> Any:
     """Return an entry of head.json. Raises: TypeError if it is none."""
-    entry = kind(**fields)
     kinds = {"digest": str, "header": dict}
-    if not all(type(value) is kinds.get(name, int) for name, value in entry._asdict().items()):
+    if not all(type(value) is kinds.get(name, int) for name, value in fields.items()):
         raise TypeError(kind.__name__)
-    return entry
+    return kind(**fields)
 
 
-def encoded_frame(
-    step: int, phase: str, changed: Mapping[str, JSON], records: Sequence[Record], digest: str | None
-) -> list[bytes]:
-    """Return the bytes of a frame, in pieces: those of the records are not copied."""
-    keys: JSON = [[list(key), [len(leaf) for leaf in leaves]] for key, leaves in records]
-    description = zlib.compress(compact([step, phase, dict(changed), keys, digest]))
+def encoded_frame(frame: Frame) -> list[bytes]:
+    """Return the bytes of a frame in pieces: the first is of `START_BYTES`, and those of the records are no copies."""
+    step, phase, changed, records, digest = frame
+    keys: JSON = [[key, list(map(len, leaves))] for key, leaves in records]
+    description = zlib.compress(compact([step, phase, changed, keys, digest]))
     pieces = [description, *(leaf for _, leaves in records for leaf in leaves)]
-    start = _START.pack(sum(map(len, pieces)), len(description))
-    return [start, *pieces]
-
-
-def sealed(pieces: Sequence[bytes]) -> list[bytes]:
-    """Return the pieces of a frame with their checksum. It takes time in proportion to the bytes, without the GIL."""
-    start, *rest = pieces
+    start = _LENGTHS.pack(sum(map(len, pieces)), len(description))
     checksum = zlib.crc32(start)
-    for piece in rest:
+    for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
-    return [start + _CHECKSUM.pack(checksum), *rest]
-
-
-def frame_end(data: bytes | bytearray, begin: int) -> int | None:
-    """Return where the frame that begins in these bytes ends; None if they end before."""
-    # Zeros alone are no frame: over a network, or where power was lost, a file may have its size before its bytes.
-    if len(data) - begin < START_BYTES or not any(data[begin : begin + START_BYTES]):
-        return None
-    end = begin + START_BYTES + int(_START.unpack_from(data, begin)[0])
-    return end if end <= len(data) else None
-
-
-def is_intact(data: bytes | bytearray, begin: int, end: int) -> bool:
-    """Tell whether the checksum of a frame is that of its bytes."""
-    with memoryview(data) as view, view[begin : begin + _START.size] as start, view[begin + START_BYTES : end] as rest:
-        return (zlib.crc32(rest, zlib.crc32(start)),) == _CHECKSUM.unpack_from(data, begin + _START.size)
-
-
-def decoded_frame(data: bytes | bytearray, begin: int, end: int) -> Frame | None:
-    """Return the frame between two places; None if its checksum is right, but it is no frame."""
-    at = begin + START_BYTES
-    described = at + _START.unpack_from(data, begin)[1]
-    try:
-        step, phase, changed, keys, digest = json.loads(zlib.decompress(data[at:described]))
-        records, at = [], described
-        for key, lengths in keys:
-            leaves = []
-            for length in lengths:
-                leaves.append(bytes(data[at : at + length]))
-                at += length
-            records.append((tuple(key), leaves))
-    except (zlib.error, ValueError, TypeError, LookupError, RecursionError):  # what else may have the right checksum
-        return None
-    is_frame = at == end and type(step) is int and isinstance(phase, str) and isinstance(changed, dict)
-    return Frame(step, phase, changed, records, digest) if is_frame else None
+    return [start + _CHECKSUM.pack(checksum), *pieces]
 
 
 class Frames:
-    """The frames in a segment whose bytes come little by little.
+    """The frames of a segment whose bytes come little by little.
 
-    data: what is known to be whole. first: the step of the first frame. ends: where each one ends.
+    data: those of whole frames. first: the step of the first one. ends: where each one ends.
     """
 
     def __init__(self, first: int) -> None:
@@ -281,8 +229,8 @@ class Frames:
 
     @property
     def digest(self) -> str:
-        """Return the digest that head.json has of a segment with these frames."""
-        return digest_of(b"".join(bytes(self.data[begin : begin + START_BYTES]) for begin in self._begins()))
+        """Return the digest that head.json has of a segment of these frames."""
+        return digest_of(b"".join(bytes(self.data[begin : begin + START_BYTES]) for begin in [0, *self.ends][:-1]))
 
     def take(self, data: bytes) -> int | None:
         """Take the bytes behind `data`, up to the last whole frame.
@@ -290,19 +238,16 @@ class Frames:
         Returns: the step of a frame that is whole and not what was written; None if all are, but for a last one that
             is torn.
         """
-        at = len(self.data)
+        at, bad = len(self.data), None
         self.data += data
-        if at < len(MAGIC):
-            at = len(MAGIC)
-            if self.data[:at] != MAGIC[: len(self.data)]:
-                self.data.clear()
-                return self.first
-            if len(self.data) < at:
-                self.data.clear()
-                return None
-        bad = None
-        while (end := frame_end(self.data, at)) is not None:
-            if not is_intact(self.data, at, end):
+        # Zeros alone are no frame: over a network, or where power was lost, a file may have its size before its bytes.
+        while any(start := self.data[at : at + START_BYTES]) and len(start) == START_BYTES:
+            end = at + START_BYTES + _LENGTHS.unpack_from(start)[0]
+            if end > len(self.data):
+                break
+            with memoryview(self.data) as view, view[at + START_BYTES : end] as rest:
+                checksum = zlib.crc32(rest, zlib.crc32(start[: _LENGTHS.size]))
+            if start[_LENGTHS.size :] != _CHECKSUM.pack(checksum):
                 bad = self.next if end < len(self.data) else None  # the last one may be on its way
                 break
             self.ends.append(end)
@@ -312,13 +257,20 @@ class Frames:
 
     def frame(self, step: int) -> Frame | None:
         """Return the frame of a step; None if its checksum is right, but it is no frame of that step."""
-        place = step - self.first
-        begin = self.ends[place - 1] if place else len(MAGIC)
-        frame = decoded_frame(self.data, begin, self.ends[place])
-        return frame if frame is not None and frame.step == step else None
-
-    def _begins(self) -> list[int]:
-        return [len(MAGIC), *self.ends][: len(self.ends)]
+        at, end = [0, *self.ends][step - self.first : step - self.first + 2]
+        described = at + START_BYTES + _LENGTHS.unpack_from(self.data, at)[1]
+        with suppress(*_MALFORMED):
+            found, phase, changed, keys, digest = json.loads(zlib.decompress(self.data[at + START_BYTES : described]))
+            at, records = described, []
+            for key, lengths in keys:
+                leaves = []
+                for length in lengths:
+                    leaves.append(bytes(self.data[at : at + length]))
+                    at += length
+                records.append((tuple(key), leaves))
+            if at == end and found == step and isinstance(phase, str) and isinstance(changed, dict):
+                return Frame(step, phase, changed, records, digest)
+        return None
 
 
 def read_file(path: Path, start: int = 0) -> bytes:

@@ -27,7 +27,7 @@ from fn.adapters.follow.log_format import (
     digest_of,
     read_file,
     tensors_module,
-)
+)  # fmt: skip
 from fn.errors import expected
 
 TIMEOUT = 60.0
@@ -67,14 +67,9 @@ class LogReader:
         return len(self._head.incarnations) - 1
 
     @property
-    def starts(self) -> list[int]:
-        """Return the step that each incarnation began from."""
-        return [incarnation.first for incarnation in self._head.incarnations]
-
-    @property
     def first_step(self) -> int:
         """Return the first step of the log."""
-        return min(self.starts)
+        return min(incarnation.first for incarnation in self._head.incarnations)
 
     @property
     def last_step(self) -> int:
@@ -96,10 +91,8 @@ class LogReader:
             raise FileNotFoundError(text) from error
         old, head = self._head, decoded_head(data, self._path(HEAD))
         if head.incarnations[: len(old.incarnations)] != old.incarnations:
-            text = (
-                f"source: {self._source} holds another log than before; make another reader, and start from a snapshot"
-            )
-            raise LogDamaged(text, file=HEAD)
+            cure = "make another reader, and start from a snapshot"
+            raise LogDamaged(f"source: {self._source} holds another log than before; {cure}", file=HEAD)
         newest, closed = self._open, self._closed
         if not old.incarnations or head.open_name != old.open_name:
             closed = next(((s, newest) for s in head.segments if s.name == old.open_name), None)  # to go on with
@@ -107,27 +100,16 @@ class LogReader:
         with suppress(FileNotFoundError):  # it is there from its first frame on
             self._extend(newest, head.open_name)
         self._head, self._open, self._closed = head, newest, closed
-        return min(self.starts[len(old.incarnations) :], default=None) if old.incarnations else None
+        again = [incarnation.first for incarnation in head.incarnations[len(old.incarnations) :]]
+        return min(again, default=None) if old.incarnations else None
 
-    def spans(self) -> list[range]:
-        """Return the steps that are there: in one piece, unless a killed trainer took some with it."""
-        spans = list[range]()
-        for segment in self._head.segments:
-            first, last = segment.first, min(segment.last + 1, self._head.end_of(segment.incarnation))
-            spans += [range(first, int(last))] if first < last else []
-        spans += [range(self._open.first, self._open.next)] if self._open.ends else []
-        joined = list[range]()
-        for span in sorted(spans, key=lambda span: span.start):
-            if joined and joined[-1].stop == span.start:
-                joined[-1] = range(joined[-1].start, span.stop)
-            else:
-                joined.append(span)
-        return joined
-
-    def incarnation_of(self, step: int) -> int:
-        """Return which incarnation's frame of a step counts. Raises: LookupError if it is not in the log."""
-        segment = self._segment_of(step)
-        return self.incarnation if segment is None else segment.incarnation
+    def steps(self) -> dict[int, range]:
+        """Return the steps that are there, by the incarnation whose frames count, in order."""
+        stops = {segment.incarnation: segment.last + 1 for segment in self._head.segments}
+        stops[self.incarnation] = self._open.next
+        ends = {k: int(min(stop, self._head.end_of(k))) for k, stop in stops.items()}
+        steps = {k: range(self._head.incarnations[k].first, end) for k, end in ends.items()}
+        return {k: there for k, there in steps.items() if there}
 
     def frame(self, step: int) -> Frame:
         """Return the frame of a step.
@@ -177,7 +159,7 @@ class LogReader:
         for segment in itertools.chain(last, reversed(self._head.segments)):
             if segment.first <= step <= segment.last and step < self._head.end_of(segment.incarnation):
                 return segment
-        has = ", ".join(f"{span.start} to {span.stop - 1}" for span in self.spans()) or "none yet"
+        has = ", ".join(f"{span.start} to {span.stop - 1}" for span in self.steps().values()) or "none yet"
         later = [s for s in self.snapshots() if s >= step]
         cure = f"go on from the snapshot of step {later[0]}" if later else "refresh() until the trainer has taken it"
         raise LookupError(expected("step", f"one of the log {self._source}, which has {has}", f"{step}", cure))
@@ -226,17 +208,15 @@ class LogReader:
         request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:
-                if start and reply.status != http.HTTPStatus.PARTIAL_CONTENT:
-                    if int(reply.headers.get("Content-Length") or start + 1) <= start:
-                        return b""  # nothing new: leave the rest of the reply unread
-                    return bytes(reply.read()[start:])
-                return bytes(reply.read())
+                skip = 0 if reply.status == http.HTTPStatus.PARTIAL_CONTENT else start
+                if skip and int(reply.headers.get("Content-Length") or skip + 1) <= skip:
+                    return b""  # nothing new: leave the rest of the reply unread
+                return bytes(reply.read()[skip:])
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                     return b""  # it has not grown
-                if error.code in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.GONE):
-                    raise FileNotFoundError(f"source: there is no {url}") from error
-                raise OSError(f"source: cannot read {url}: {error}; look at the server") from error
+                kind = FileNotFoundError if error.code == http.HTTPStatus.NOT_FOUND else OSError
+                raise kind(f"source: cannot read {url}: {error}; look at the server") from error
         except (OSError, http.client.HTTPException) as error:
             raise OSError(f"source: cannot read {url}: {error}; look at the server, then try again") from error

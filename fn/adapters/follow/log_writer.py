@@ -17,19 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from torch import Tensor
 
 from fn.adapters.follow.log_format import (
     HEAD,
     JSON,
-    MAGIC,
     RUN,
+    Frame,
     Frames,
     Head,
     Incarnation,
-    Record,
+    Key,
     Segment,
     Snapshot,
     compact,
@@ -38,9 +37,8 @@ from fn.adapters.follow.log_format import (
     encoded_frame,
     encoded_head,
     read_file,
-    sealed,
     tensors_module,
-)
+)  # fmt: skip
 from fn.arguments import check_whole
 from fn.errors import expected
 
@@ -95,18 +93,19 @@ class LogWriter:
         check_whole("buffer", buffer, 1)
         self._folder, self._put = Path(folder), put
         self._steps_per_segment, self._buffer = steps_per_segment, buffer
-        self._next = self._written = self._begun = first_step  # of frames that were handed over, written, and closed
-        self._bytes, self._starts = 0, list[bytes]()  # of the open segment
-        self._file: int | None = None
+        self._next = self._written = first_step  # of the frames that were handed over, and those that were written
+        self._file: int | None = None  # of the open segment; and its bytes, and the first ones of its frames
+        self._bytes, self._starts = 0, list[bytes]()
         try:
             self._lock = _locked(self._folder)
             try:
-                self._open_incarnation(cast(dict[str, JSON], json.loads(compact(header))), first_step)
+                self._open_incarnation(json.loads(compact(header)), first_step)
             except BaseException:
                 os.close(self._lock)
                 raise
-        except BlockingIOError:
-            raise
+        except BlockingIOError as error:
+            cure = "let one rank write, and give each run a folder of its own"
+            raise BlockingIOError(f"folder: another process writes the log in {folder}; {cure}") from error
         except OSError as error:
             cure = "give a folder that this user may write to, on a disk with free space"
             raise type(error)(f"folder: cannot write a log in {folder}: {error}; {cure}") from error
@@ -120,7 +119,12 @@ class LogWriter:
         atexit.register(self.close)
 
     def frame(
-        self, step: int, phase: str, changed: Mapping[str, JSON], records: Sequence[Record], digest: str | None = None
+        self,
+        step: int,
+        phase: str,
+        changed: dict[str, JSON],
+        records: Sequence[tuple[Key, Sequence[bytes]]],
+        digest: str | None = None,
     ) -> None:
         """Hand over the frame of the next step; wait only while the buffer is full.
 
@@ -128,9 +132,8 @@ class LogWriter:
             the frame before. records: key and bytes of each. digest: of the parameters behind the step, if taken.
         Raises: ValueError for another step, TypeError for what JSON cannot say.
         """
-        if step != self._next:
-            raise ValueError(expected("step", f"{self._next}, the next one of this log", f"{step}"))
-        pieces = encoded_frame(step, phase, changed, records, digest)
+        self._check_next(step)
+        pieces = encoded_frame(Frame(step, phase, changed, [(key, list(leaves)) for key, leaves in records], digest))
         self._next += 1
         self._hand_over(partial(self._write_frame, step, pieces), sum(map(len, pieces)))
 
@@ -140,8 +143,7 @@ class LogWriter:
         Raises: ValueError for another step than that of the next frame; ImportError without safetensors.
         """
         save = tensors_module().save
-        if step != self._next:
-            raise ValueError(expected("step", f"{self._next}, that of the next frame", f"{step}"))
+        self._check_next(step)
         copies = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in tensors.items()}
         size = sum(x.nbytes for x in copies.values())
         self._hand_over(lambda: self._write_snapshot(step, save(copies)), size)
@@ -172,48 +174,42 @@ class LogWriter:
             if was != now:
                 got, cure = f"{field} {now!r}", "give this run a folder of its own"
                 raise ValueError(expected("folder", f"the run logged in {self._folder}, of {field} {was!r}", got, cure))
-        left = self._left_open(old) if old.incarnations else None
-        segments = [*old.segments, left] if left else old.segments
-        if left and self._put is not None:
-            self._put(left.name, read_file(self._folder / left.name)[: left.bytes])
         self._incarnation = len(old.incarnations)
+        left = Frames(old.open)
+        with suppress(FileNotFoundError):
+            left.take(read_file(self._folder / old.open_name))  # up to the first that is not whole
+        segments = [*old.segments]
+        if left.ends:
+            end = left.next - 1
+            segments.append(Segment(self._incarnation - 1, old.open, end, len(left.data), left.digest))
+            _sync(self._folder / old.open_name)
+            self._send(old.open_name, bytes(left.data))
         self._head = Head([*old.incarnations, Incarnation(first_step, header)], segments, old.snapshots, first_step)
         self._write_head()
 
-    def _left_open(self, head: Head) -> Segment | None:
-        """Return the frames of a killed trainer that were written whole, as a segment; None if there are none."""
-        frames = Frames(head.open)
-        with suppress(FileNotFoundError):
-            frames.take(read_file(self._folder / head.open_name))  # up to the first that is not whole
-        if not frames.ends:
-            return None
-        with (self._folder / head.open_name).open("rb") as file:
-            os.fsync(file.fileno())
-        incarnation = len(head.incarnations) - 1
-        return Segment(incarnation, head.open, frames.next - 1, len(frames.data), frames.digest)
+    def _check_next(self, step: int) -> None:
+        if step != self._next:
+            raise ValueError(expected("step", f"{self._next}, the next one of this log", f"{step}"))
 
     def _hand_over(self, job: Callable[[], object], size: int) -> None:
+        """Let the thread do a job that holds so many bytes; wait while that would be too many."""
         with self._moved:
             if self._closing:
                 raise ValueError(f"folder: the log in {self._folder} was closed; open another incarnation")
-            if self._ended:
-                return
-            if self._is_full(size):
-                if not self._has_waited:
-                    self._has_waited = True
-                    logger.warning(
-                        "the log in %s: training waits until some of %d bytes are written; give a faster disk, or a "
-                        "larger buffer; said once",
-                        self._folder,
-                        self._pending,
-                    )
-                self._moved.wait_for(lambda: self._ended or not self._is_full(size))
-            self._jobs.append((job, size))
-            self._pending += size
-            self._moved.notify_all()
+            if self._is_full(size) and not self._has_waited:
+                self._has_waited = True
+                cure = "give a faster disk, or a larger buffer; said once"
+                logger.warning(
+                    f"the log in {self._folder}: training waits for {self._pending} bytes to be written; {cure}"
+                )
+            self._moved.wait_for(lambda: not self._is_full(size))
+            if not self._ended:
+                self._jobs.append((job, size))
+                self._pending += size
+                self._moved.notify_all()
 
     def _is_full(self, size: int) -> bool:
-        return self._pending > 0 and self._pending + size > self._buffer  # one that is larger goes alone
+        return self._pending > 0 and self._pending + size > self._buffer  # what is larger goes alone
 
     def _write(self) -> None:
         """Do the jobs, on the thread, until the log is closed or a write fails."""
@@ -227,16 +223,14 @@ class LogWriter:
                     self._moved.notify_all()
             self._close_segment()
         except Exception as error:  # whatever a full disk, or somebody's `put`, raises; the run goes on
-            logger.warning(
-                "the log in %s ends before step %d: %s: %s; training goes on without it; make room, and restart "
-                "the run to go on with the log",
-                self._folder,
-                self._written,
-                type(error).__name__,
-                error,
+            where, what = (
+                f"the log in {self._folder} ends before step {self._written}",
+                f"{type(error).__name__}: {error}",
             )
+            cure = "training goes on without it; make room, and restart the run to go on with the log"
+            logger.warning(f"{where}: {what}; {cure}")
             with self._moved:
-                self._ended = True
+                self._ended, self._pending = True, 0
                 self._jobs.clear()
                 self._moved.notify_all()
             if self._file is not None:
@@ -250,9 +244,11 @@ class LogWriter:
     def _write_frame(self, step: int, pieces: list[bytes]) -> None:
         if self._file is None:
             self._file = os.open(self._folder / self._head.open_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            self._bytes = _write_all(self._file, [MAGIC])
-        pieces = sealed(pieces)
-        self._bytes += _write_all(self._file, pieces)
+        for piece in pieces:
+            rest = memoryview(piece)
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[os.write(self._file, rest) :]
+        self._bytes += sum(map(len, pieces))
         self._starts.append(pieces[0])
         self._written = step + 1
         if len(self._starts) == self._steps_per_segment or self._bytes >= SEGMENT_BYTES:
@@ -263,48 +259,49 @@ class LogWriter:
             return
         os.fsync(self._file)
         os.close(self._file)
-        self._file = None
-        digest = digest_of(b"".join(self._starts))
-        segment = Segment(self._incarnation, self._head.open, self._written - 1, self._bytes, digest)
-        self._starts.clear()
+        digest, last = digest_of(b"".join(self._starts)), self._written - 1
+        segment = Segment(self._incarnation, self._head.open, last, self._bytes, digest)
+        self._file, self._bytes, self._starts = None, 0, []
         # Before head.json is: a process that is killed between them finds the segment open, and puts it again.
-        if self._put is not None:
-            self._put(segment.name, read_file(self._folder / segment.name))
+        self._send(segment.name)
         self._head = self._head._replace(segments=[*self._head.segments, segment], open=self._written)
         self._write_head()
 
     def _write_snapshot(self, step: int, data: bytes) -> None:
         snapshot = Snapshot(self._incarnation, step, len(data), digest_of(data))
-        _write_synced(self._folder / snapshot.name, data)
-        if self._put is not None:
-            self._put(snapshot.name, data)
+        path = self._folder / snapshot.name
+        path.write_bytes(data)
+        _sync(path)
+        self._send(snapshot.name, data)
         self._head = self._head._replace(snapshots=[*self._head.snapshots, snapshot])
         self._write_head()
 
     def _write_head(self) -> None:
         data = encoded_head(self._head)
         new = self._folder / f".{HEAD}.new"  # a process that is killed while it writes leaves the old file whole
-        _write_synced(new, data)
+        new.write_bytes(data)
+        _sync(new)
         _sync(self._folder)  # the names of the files that it lists, before its own
         new.replace(self._folder / HEAD)
         _sync(self._folder)
-        if self._put is not None:
-            self._put(HEAD, data)
+        self._send(HEAD, data)
 
-    def _leave_to_parent(self) -> None:
-        """Let go of the folder in a process that was forked: the thread is not in it."""
-        self._ended = self._closing = True
-        atexit.unregister(self.close)
-        os.close(self._lock)
+    def _send(self, name: str, data: bytes | None = None) -> None:
+        """Give a file to `put`, if there is one. data: its bytes; None to read them."""
+        if self._put is not None:
+            self._put(name, read_file(self._folder / name) if data is None else data)
 
 
 _open = set[LogWriter]()
 
 
 def _in_child() -> None:
+    """Let go of all folders in a process that was forked: no thread is in it."""
     # Else workers that load data, and outlive a killed trainer for seconds, would keep its restart from the folder.
     for writer in _open:
-        writer._leave_to_parent()
+        writer._closing = True
+        atexit.unregister(writer.close)
+        os.close(writer._lock)
     _open.clear()
 
 
@@ -314,38 +311,18 @@ os.register_at_fork(after_in_child=_in_child)
 def _locked(folder: Path) -> int:
     """Return a handle that keeps other writers from a folder until it is closed, or the process ends in any way."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        cure = "let one rank write, and give each run a folder of its own"
-        raise BlockingIOError(f"folder: another process writes the log in {folder}; {cure}") from None
     except OSError:
         os.close(handle)
         raise
     return handle
 
 
-def _write_all(file: int, pieces: Sequence[bytes]) -> int:
-    """Write all of some pieces, and return how many bytes these are."""
-    for piece in pieces:
-        with memoryview(piece) as rest:
-            done = 0
-            while done < len(rest):  # a disk that is nearly full takes a part
-                done += os.write(file, rest[done:])
-    return sum(map(len, pieces))
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Let what was written into a file, or the names in a folder, outlive a machine that loses power."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
