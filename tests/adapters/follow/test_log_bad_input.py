@@ -99,6 +99,18 @@ def test_a_last_frame_that_is_torn_anywhere_is_no_frame_yet(left, tmp_path):
         assert (folder / OPEN).read_bytes() == whole[:end] + tail
 
 
+def test_a_machine_that_loses_power_may_lose_frames_that_were_followed(left, tmp_path):
+    start = (left_open(tmp_path / "shorter", tmp_path / "copy", STEPS[:-1]) / OPEN).stat().st_size
+    folder = laid(tmp_path / "log", files(left))
+    reader = read_all(folder)
+    check(reader, STEPS)
+    os.truncate(folder / OPEN, start)
+    write(folder, range(7, 9), 1)
+    assert reader.refresh() == 7
+    check(reader, range(7))
+    check(reader, range(7, 9), life=1)
+
+
 @pytest.mark.parametrize("end", range(9))
 def test_an_open_segment_without_a_whole_frame_holds_none(left, tmp_path, end):
     folder = laid(tmp_path / "torn", {**files(left), OPEN: (left / OPEN).read_bytes()[:end]})
