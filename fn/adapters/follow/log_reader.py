@@ -27,7 +27,7 @@ from fn.adapters.follow.log_format import (
     digest_of,
     read_file,
     tensors_module,
-)  # fmt: skip
+)
 from fn.errors import expected
 
 TIMEOUT = 60.0

@@ -38,7 +38,7 @@ from fn.adapters.follow.log_format import (
     encoded_head,
     read_file,
     tensors_module,
-)  # fmt: skip
+)
 from fn.arguments import check_whole
 from fn.errors import expected
 
@@ -75,7 +75,7 @@ class LogWriter:
         buffer: how many bytes may wait to be written before training waits.
 
     Raises: ValueError for a folder of another run, LogDamaged for a damaged head.json, BlockingIOError if another
-        process writes there, OSError if this one cannot. Nothing is written then.
+        process writes there, OSError if this one cannot. Then nothing is written but an empty `lock`.
     """
 
     def __init__(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from logs import HEADER, check, records, served, write
-from ranks import python
+from ranks import LIMIT, python
 
 from fn.adapters.follow.log_format import LogDamaged
 from fn.adapters.follow.log_reader import LogReader
@@ -107,7 +109,7 @@ def test_a_machine_that_loses_power_may_lose_frames_that_were_followed(left, tmp
     os.truncate(folder / OPEN, start)
     write(folder, range(7, 9), 1)
     assert reader.refresh() == 7
-    check(reader, range(7))
+    check(reader, (6, *range(6)))
     check(reader, range(7, 9), life=1)
 
 
@@ -348,6 +350,28 @@ def test_a_put_that_fails_ends_the_log_with_a_warning_and_not_the_run(tmp_path, 
     assert "ends before step 6: OSError: [Errno 28]" in said
     assert "restart the run" in said
     check(LogReader(tmp_path), range(6))  # what could not be put is still here
+
+
+def test_training_that_waits_goes_on_when_the_log_ends(tmp_path, caplog):
+    """The first segment cannot be put, which is known once the main thread has met a full buffer."""
+    waits = threading.Event()
+
+    class Heard(logging.Handler):
+        def emit(self, record):
+            waits.set()
+
+    def put(name, data):
+        if name == SEGMENT and waits.wait(LIMIT):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    handler = Heard()
+    logging.getLogger("fn").addHandler(handler)
+    write(tmp_path, range(20), steps_per_segment=1, put=put, buffer=300)
+    logging.getLogger("fn").removeHandler(handler)
+    assert [re.search("training waits|ends before step 1", record.getMessage())[0] for record in caplog.records] == [
+        "training waits",
+        "ends before step 1",
+    ]
 
 
 def test_snapshots_without_safetensors_say_how_to_get_it(left, tmp_path, monkeypatch):
