@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fn
+from fn.contrib import lion_muon
 
 STEPS = 5
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
@@ -129,6 +130,66 @@ def test_max_norm_on_a_mesh_is_that_of_whole_tensors_and_a_nan_on_one_rank_skips
                 assert (still, skipped) == (True, 1)
 
 
+class Sent:
+    """What codes deliver of pieces, each with a residual error of its own."""
+
+    def __init__(self) -> None:
+        self.errors: dict[Any, Tensor] = {}
+
+    def __call__(self, key: Any, x: Tensor) -> Tensor:
+        codec = fn.int8()
+        v = x.reshape(-1) + self.errors.get(key, 0)
+        padded = nn.functional.pad(v, (0, -v.numel() % codec.align))
+        got = codec.decode(codec.encode(padded[None]))[0, : v.numel()] if v.numel() else v
+        self.errors[key] = v - got
+        return got.reshape(x.shape)
+
+
+def in_pieces(boxes: list[list[tuple[slice, ...]]], steps: int) -> list[Tensor]:
+    """Return Muon's matrices after steps whose momenta and updates travel piece by piece, but for the first step."""
+    params, momenta, sent = tensors(0)[:7], [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES[:7]], Sent()
+    iterations = fn.orthogonalize(coefficients="polar_express")
+    for step in range(steps):
+        for i, g in enumerate(tensors(step + 1)[:7]):
+            momenta[i] = 0.95 * momenta[i] + g
+            direction = g + 0.95 * momenta[i]
+            arrived = direction.clone()
+            for r, box in enumerate(boxes[i] if step else ()):
+                arrived[box] = sent(("there", i, r), direction[box])
+            u = iterations.warmup_update([arrived], (), [params[i]])[0][0]
+            back = u.clone()
+            for r, box in enumerate(boxes[i] if step else ()):
+                back[box] = sent(("back", i, r), u[box])
+            params[i] = params[i] - 0.05 * back
+    return params
+
+
+def muon_in_int8() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    placements, boxes = PLACEMENTS["FSDP2 x TP"][:7], []
+    for shape, q in zip(SHAPES, placements, strict=False):
+        index = torch.arange(shape[0] * shape[1]).view(shape)
+        mine = placed(index, mesh, q).to_local()
+        rows, columns = (mine // shape[1]).flatten().tolist(), (mine % shape[1]).flatten().tolist()
+        box = ((rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)) if rows else ((0, 0), (0, 0))
+        of_ranks: list[Any] = [None] * 4
+        dist.all_gather_object(of_ranks, box)
+        is_whole = all(p.is_replicate() for p in q)
+        boxes.append([] if is_whole else [tuple(slice(*ends) for ends in each) for each in dict.fromkeys(of_ranks)])
+    params = [torch.nn.Parameter(placed(x, mesh, q)) for x, q in zip(tensors(0), placements, strict=False)]
+    make = partial(fn.muon, codec=fn.int8(), labels=["hidden"] * 7, weight_decay=0.0)
+    opt = fn.Optimizer(params, make, lr=0.05, schedule=fn.freeze_after(1))
+    for step in range(STEPS):
+        for p, g, q in zip(params, tensors(step + 1), placements, strict=False):
+            p.grad = placed(g, mesh, q)
+        opt.step()
+    return far(whole(opt), in_pieces(boxes, STEPS))
+
+
+def test_in_int8_the_steps_are_those_of_whole_tensors_whose_pieces_are_encoded_alike() -> None:
+    assert max(run(4, muon_in_int8)) <= 1e-6
+
+
 class Net(nn.Module):
     """Two pairs of matrices, of uneven sides, an embedding and norms."""
 
@@ -209,3 +270,42 @@ def test_a_model_on_fsdp2_and_tensor_parallelism_trains_as_in_one_process_and_go
         assert found["from one process"] <= 1e-6
         assert found["loaded otherwise"] == []
         assert found["behind it"] <= 1e-6
+
+
+ISLANDS: dict[str, tuple[Any, Any]] = {
+    "muloco": (fn.muloco, fn.every(2, start=0)),
+    "sign_muon": (fn.sign_muon, fn.freeze_after(0)),
+    "lion_muon": (lion_muon, fn.freeze_after(0)),
+}
+"""Not Dion: its factors start from a random matrix for each place in the list that an owner has."""
+MATRICES = PLACEMENTS["FSDP2 x TP"][:7]
+
+
+def islands_of_meshes() -> dict[str, float]:
+    """Train hidden matrices on two islands of 2 x 2 ranks, and on two ranks that have whole ones."""
+    mesh, found = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("island", "fsdp", "tp")), {}
+    inside = mesh["fsdp", "tp"]
+    for name, (make, schedule) in ISLANDS.items():
+        ends = []
+        for place in (lambda x, q: x, lambda x, q: placed(x, inside, q)):
+            pairs = [*zip(tensors(0), MATRICES, strict=False)]
+            params = [torch.nn.Parameter(place(x, q)) for x, q in pairs]
+            with fn.bind(mesh["island"]):
+                hyper = {"labels": ["hidden"] * len(params)}
+                opt = fn.Optimizer(params, partial(make, axis="island", **hyper), schedule=schedule, lr=0.05)
+            for step in range(6):
+                # Votes of two voters that differ are ties, which are broken by an element's place in what a rank has.
+                island = mesh.get_local_rank("island")
+                seed, longer = 10 * step + island * (name == "muloco"), 1 + island
+                for p, g, q in zip(params, tensors(seed), MATRICES, strict=False):
+                    p.grad = place(longer * g, q)
+                opt.step()
+            ends.append(whole(opt))
+        found[name] = far(*ends)
+    return found
+
+
+@pytest.mark.reliability
+def test_islands_of_fsdp2_and_tensor_parallelism_take_the_steps_of_whole_matrices() -> None:
+    for found in run(8, islands_of_meshes):
+        assert found == dict.fromkeys(ISLANDS, pytest.approx(0, abs=1e-6))
