@@ -351,3 +351,54 @@ def test_what_torch_counted_for_each_parameter_is_taken_over():
     fn.adapters.from_adamw(copied, opt)
     found, right = steps_of(opt, ours, [1.0, None, -1.0]), steps_of(adamw, theirs, [1.0, None, -1.0])
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+CODES: dict[str, tuple[Any, Any, float]] = {
+    "top_k, classic": (fn.top_k(1), fn.classic(), 0.0),
+    "signs, lazy": (fn.sign(), fn.classic(lazy=True), 1e-5),
+    "int8, in 8 bits": (fn.int8(), fn.classic(store="int8"), 0.03),
+    "int4, damped": (fn.int4(), fn.damped(), 0.4),
+    "int4, decayed": (fn.int4(), fn.decayed(0.9), 1e-5),
+}
+"""The codec, the feedback, and how far a rest may lead: errors in 8 bits are rounded once more."""
+
+
+def in_codes(name: str, plan: Sequence[bool], **layout: Any) -> list[torch.Tensor]:
+    """Train two tensors by gradients in codes; return the second one after each step of the plan in which it is on."""
+    codec, feedback, _ = CODES[name]
+
+    def make(lr: Any) -> fn.Transform:
+        average = fn.compressed_average("data", codec, feedback, **layout)
+        return fn.chain(average, fn.scale_by_learning_rate(lr))
+
+    params, rank, after = [torch.nn.Parameter(torch.zeros(n)) for n in (600, 8, 300)], dist.get_rank(), []
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(params, make, schedule=fn.freeze_after(0), lr=1.0)
+    for t, is_on in enumerate(plan):
+        generator = torch.Generator().manual_seed(10 * t + rank)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        params[1].grad = torch.linspace(-1.0, 3.0 - 0.3 * rank, 8)
+        params[1].requires_grad_(is_on)
+        opt.step()
+        after += [params[1].detach().clone()] * is_on
+    return after
+
+
+def residual_errors() -> dict[Any, float]:
+    """Return how far a tensor is, at most, from where it is without rests."""
+    found = {}
+    for name in CODES:
+        for layout in ("flat", "per_tensor"):
+            for servers in (True, False):
+                more = {"layout": layout, "servers": servers}
+                runs = [in_codes(name, plan, **more) for plan in ([True, False, False] * 12, [True] * 12)]
+                found[name, layout, servers] = max(float((a - b).abs().max()) for a, b in zip(*runs, strict=True))
+    return found
+
+
+def test_residual_errors_of_a_tensor_rest_with_it_so_that_nothing_of_it_is_lost():
+    """Scales and blocks are its own, so that it goes on as if there had been no rest."""
+    for found in run(2, residual_errors):
+        for (name, layout, servers), far in found.items():
+            assert far <= CODES[name][2], (name, layout, servers)
