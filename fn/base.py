@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -174,8 +174,7 @@ class UpdateFn(Protocol):
         branches(state, params)     the tensors that each update inside of it takes, where they take some each
         now                         whether it reads the params, or a rate, of the step that it is taken in, so that it
                                     cannot be taken beside the training
-        last                        whether params are moved by what it returns, as it is, so that it ends a chain
-        links, inner, update_of     the updates inside of it: a tuple of them, one, or a dict: see `rules_in`
+        inner                       the updates inside of it: one, a tuple of them, or a dict: see `rules_in`
     """
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -291,16 +290,16 @@ def chain(*links: Transform) -> Transform:
 class Chained(NamedTuple):
     """The update of a chain: those of its links, one after the other."""
 
-    links: tuple[UpdateFn, ...]
+    inner: tuple[UpdateFn, ...]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates of the last link, and the states of all."""
         check_state(state, tuple)
-        if len(state) != len(self.links):
-            wanted = f"an entry for each of the {len(self.links)} links, as init of the same chain returned"
+        if len(state) != len(self.inner):
+            wanted = f"an entry for each of the {len(self.inner)} links, as init of the same chain returned"
             raise ValueError(expected("state", wanted, f"{len(state)}"))
         after = []
-        for link, link_state in zip(self.links, state, strict=True):
+        for link, link_state in zip(self.inner, state, strict=True):
             if isinstance(updates, NewParams):
                 _check_hands_on(link)
             updates, link_state = link(updates, link_state, params)
@@ -318,7 +317,7 @@ def _hands_on(update: UpdateFn) -> bool:
     """Tell whether a link can follow one that returns `NewParams`: it does nothing, guards, or is a chain of such."""
     update = original(update)
     update = update.inner if isinstance(update, Guarded) else update
-    return update is unchanged or (isinstance(update, Chained) and all(map(_hands_on, update.links)))
+    return update is unchanged or (isinstance(update, Chained) and all(map(_hands_on, update.inner)))
 
 
 def combine(
@@ -452,7 +451,7 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     """Return the links of an update: chains inside of chains are flattened, links that do nothing are left out."""
     update = original(update)
     if isinstance(update, Chained):
-        return [link for i, inner in enumerate(update.links) for link in links_of(inner, (*path, i))]
+        return [link for i, inner in enumerate(update.inner) for link in links_of(inner, (*path, i))]
     return [] if update is unchanged else [Link(update, path)]
 
 
@@ -466,8 +465,10 @@ def rules_in(update: UpdateFn) -> Iterator[UpdateFn]:
 
 def inside(update: Any) -> list[UpdateFn]:
     """Return the updates inside of another one: of a chain, a guard or a combinator."""
-    inner = [update.inner] if hasattr(update, "inner") else []
-    return [*getattr(update, "links", ()), *inner, *getattr(update, "update_of", {}).values()]
+    inner: Any = getattr(update, "inner", ())
+    if callable(inner):  # a rule is a tuple, too
+        return [inner]
+    return [*(inner.values() if isinstance(inner, Mapping) else inner)]
 
 
 def name_of(update: UpdateFn) -> str:

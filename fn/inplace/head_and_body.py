@@ -34,8 +34,8 @@ def split(update: UpdateFn) -> tuple[UpdateFn, UpdateFn]:
     """Return the head and the body of an update. Each takes the state of the whole, and passes on the other's part."""
     update = original(update)
     if isinstance(update, Chained):
-        heads, bodies = [*update.links], [unchanged] * len(update.links)
-        for i, link in reversed([*enumerate(update.links)]):
+        heads, bodies = [*update.inner], [unchanged] * len(update.inner)
+        for i, link in reversed([*enumerate(update.inner)]):
             heads[i], bodies[i] = split(link)
             if heads[i] is not unchanged:
                 break
@@ -85,7 +85,7 @@ def plan_of(body: UpdateFn, state: Tree, params: Tree) -> Plan:
     if body is unchanged:
         return Plan([()] * len(leaves), lambda places, updates: (updates, []))
     if isinstance(body, Chained):
-        links = [(link, own) for link, own in zip(body.links, state, strict=True) if original(link) is not unchanged]
+        links = [(link, own) for link, own in zip(body.inner, state, strict=True) if original(link) is not unchanged]
         return _one_after_the_other([plan_of(link, own, params) for link, own in links], len(leaves))
     if hasattr(body, "branches"):
         return _by_branch(body.branches(state, params), leaves)

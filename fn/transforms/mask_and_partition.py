@@ -367,11 +367,11 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
 
 
 class Partitioned(NamedTuple):
-    """The rule of `partition`. update_of: of each label. of: partitions others in the same way. places: params -> the
-    leaves of each label.
+    """The rule of `partition`. inner: the update of each label. of: partitions others in the same way.
+    places: params -> the leaves of each label.
     """
 
-    update_of: Mapping[str, UpdateFn]
+    inner: Mapping[str, UpdateFn]
     of: Callable[[Mapping[str, UpdateFn]], UpdateFn]
     places: Callable[[Tree], Mapping[str, Chosen]]
     run: UpdateFn
@@ -382,11 +382,11 @@ class Partitioned(NamedTuple):
 
     def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
         """Return the partition into what f makes of each update."""
-        return self.of({label: f(one) for label, one in self.update_of.items()})
+        return self.of({label: f(one) for label, one in self.inner.items()})
 
     def branches(self, state: Tree, params: Tree) -> list[Branch]:
         """Return the leaves that the update of each label takes."""
-        return [Branch(self.update_of[label], state[label], chosen) for label, chosen in self.places(params).items()]
+        return [Branch(self.inner[label], state[label], chosen) for label, chosen in self.places(params).items()]
 
 
 Labels = Tree | Callable[[Tree], Tree] | None

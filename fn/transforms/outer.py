@@ -501,7 +501,7 @@ def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]]
     An exchange is when memory is full: what is written over is a copy of the params less.
     """
     update = original(outer_tx.local_update)
-    *front, last = update.links if isinstance(update, Chained) else [update]
+    *front, last = update.inner if isinstance(update, Chained) else [update]
     if not isinstance(last, Rate):  # in a chain inside of the chain
         return lambda means, state, params: _leaves_first(outer_tx.local_update(means, state, params))
     lr = last.lr
