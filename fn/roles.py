@@ -43,7 +43,9 @@ class Roles(NamedTuple):
         `from_adamw` look for them.
     watched: what all ranks hold alike after an exchange, although params or updates differ between them; where a state
         has such fields, `fn.skip_nonfinite` checks only them.
-    shard: the number of this rank's shard and the number of shards, (2,) int64.
+    place: which part of the tensors a rank has. Named in `rank_local`, too: the number of its shard and the number of
+        shards, (2,) int64; all other rank-local fields are of that shard. The same on all ranks: the owner of each
+        tensor, (n,) int64; of rank-local fields an owner has whole tensors, and the others tensors without elements.
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet; also the sum
         of all that they have delivered.
     warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
@@ -57,7 +59,6 @@ class Roles(NamedTuple):
         those of the next one other memory.
     mean: the mean of such gradients over the ranks, exactly, as it has arrived.
     missing: whether what a mean brought was not finite, so that nothing of it stays, 0-d bool.
-    owned: what one rank has for all, tensors without elements elsewhere; plan: on which rank it is.
     others: states of other links, which check their tensors themselves.
     """
 
@@ -68,14 +69,12 @@ class Roles(NamedTuple):
     first_moment: tuple[str, ...] = ()
     second_moment: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
-    shard: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     difference: tuple[str, ...] = ()
     ages: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
-    owned: tuple[str, ...] = ()
-    plan: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     warmup_errors: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
@@ -147,6 +146,11 @@ def agreed_of(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None
     return found
 
 
+def is_shard(state: Tree) -> bool:
+    """Tell whether a state, a NamedTuple, has a shard of all tensors: its place differs between ranks."""
+    return bool(rank_local(state).intersection(roles_of(state).place))
+
+
 SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned", "plan"
 """A leaf is the same on all ranks, or one rank's own: an error, a shard, or what goes with params of its own. Or it is
 owned: whole on one rank, and without elements on the others; a plan says on which."""
@@ -163,13 +167,16 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     """
     if isinstance(states, tuple) and hasattr(states, "_fields"):
         declared, own = roles_of(states), ERROR
-        if mark == SHARD or declared.shard:
+        if declared.place and not is_shard(states):
+            own = OWNED
+        elif mark == SHARD or declared.place:
             # A field inside of a shard's state belongs to the shard, whatever the inner class says of itself.
             own = SHARD
         elif has_local_params(states):
             own = OWN
-        marks = {name: ERROR if name in declared.errors else own for name in rank_local(states)}
-        marks |= dict.fromkeys(declared.owned, OWNED) | dict.fromkeys(declared.plan, PLAN)
+        # Errors of owned tensors are owned as well.
+        marks = {name: ERROR if name in declared.errors and own != OWNED else own for name in rank_local(states)}
+        marks |= dict.fromkeys(declared.place, PLAN) if own == OWNED else {}
         fields = zip(states._fields, states, strict=True)
         return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))
     if isinstance(states, tuple | list | dict):

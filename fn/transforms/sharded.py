@@ -68,7 +68,7 @@ Tree = Any
 
 
 @declare(
-    rank_local=("inner", "master", "place"), copies=("master",), shard=("place",), others=("inner",),
+    rank_local=("inner", "master", "place"), copies=("master",), place=("place",), others=("inner",),
     rested=("rested",),
 )  # fmt: skip
 class ShardedState(NamedTuple):
