@@ -49,8 +49,8 @@ class Roles(NamedTuple):
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet; also the sum
         of all that they have delivered.
     warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
-    counts: the number of steps behind the moments, 0-d int64; ages: how many updates the first moment and the second
-        one have had, 0-d int64 each, () where moments are not bias-corrected.
+    ages: how many updates the first moment and the second one have had, 0-d int64 each, () where moments are not
+        bias-corrected.
     rested: how many updates, of those that ages count, each tensor sat out: a tree like the first moment of 0-d int64.
     difference: the difference to the anchor, which a weight multiplies before it is sent; in the state of an average,
         0-d numbers that are 1 where it is noted, and are multiplied with it. One of 0 behind the mean says that this
@@ -74,7 +74,6 @@ class Roles(NamedTuple):
     difference: tuple[str, ...] = ()
     ages: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     warmup_errors: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
