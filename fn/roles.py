@@ -1,7 +1,7 @@
 """The roles of a state's fields: its class declares them, and `find` finds fields by them, whatever their names.
 
-A class declares up to four things, each a property: `rank_local` names the fields that differ between ranks;
-`local_params` is True where the params differ, too; `agreed` returns the params that all ranks agree on then; `roles`
+A class declares up to three things, each a property: `rank_local` names the fields that differ between ranks;
+`local_params` says that the params differ, too: True, or a function that returns those that all ranks agree on; `roles`
 says which fields hold what an optimizer or a combinator looks for:
 
     >>> from typing import NamedTuple
@@ -137,12 +137,12 @@ def check_same_params(state: Tree, where: str = "") -> None:
 
 
 def agreed_of(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None] | None:
-    """Return what the class of a state, a NamedTuple, declares as `agreed`; None if it declares nothing.
+    """Return the function that the class of a state, a NamedTuple, declares as `local_params`; None if it is none.
 
-    That is a function (state, params) -> the params that all ranks agree on, or None where that is what they have.
+    It is (state, params) -> the params that all ranks agree on, or None where that is what they have.
     """
-    found: Callable[[Tree, list[Tensor]], list[Tensor] | None] | None = _declared(state, "agreed", None)
-    return found
+    found: Any = _declared(state, "local_params", False)
+    return found if callable(found) else None
 
 
 def is_shard(state: Tree) -> bool:
@@ -201,8 +201,7 @@ def check(state: Tree) -> None:
 def declare(
     *,
     rank_local: Iterable[str] = (),
-    local_params: bool = False,
-    agreed: Callable[[Any, list[Tensor]], list[Tensor] | None] | None = None,
+    local_params: bool | Callable[[Any, list[Tensor]], list[Tensor] | None] = False,
     **fields_by_role: tuple[str, ...],
 ) -> Callable[[C], C]:
     """Return a decorator that declares what the fields of a state's class are, as properties of it.
@@ -222,7 +221,6 @@ def declare(
     given = {
         "rank_local": rank_local if isinstance(rank_local, str) else frozenset(rank_local),  # `check` refuses a string
         "local_params": local_params,
-        "agreed": agreed,
         "roles": Roles(**fields_by_role) if fields_by_role else None,
     }
     declared = {name: value for name, value in given.items() if value}

@@ -173,7 +173,7 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
 class OwnAnchorState(fn.OuterState):
     """State of `own_anchors`: anchors and outer states are each rank's own."""
 
-    agreed = None  # there is nothing that all ranks agree on
+    local_params = True  # there is nothing that all ranks agree on
 
 
 def own_anchors(

@@ -56,8 +56,7 @@ Tree = Any
 
 @declare(
     rank_local=("inner", "dropped", "sound"),
-    local_params=True,
-    agreed=lambda state, params: tree.leaves(state.anchor) if float(state.alone) else None,
+    local_params=lambda state, params: tree.leaves(state.anchor) if float(state.alone) else None,
     difference=("pending",),
     dropped=("dropped",),
     left_out=("left_out",),

@@ -43,13 +43,12 @@ Tree = Any
 
 @declare(
     rank_local=("mu", "anchor", "dropped"),
-    local_params=True,
     first_moment=("mu",),
     second_moment=("nu",),
     copies=("anchor",),
     ages=("ages",),
     rested=("rested",),
-    agreed=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
+    local_params=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
     others=("sync",),

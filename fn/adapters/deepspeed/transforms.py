@@ -130,10 +130,9 @@ def scale_by_onebit_adam(b1: float, b2: float, eps: float, *, sync: Transform) -
 
 @roles.declare(
     rank_local=("mu", "went", "dropped"),
-    local_params=True,
     first_moment=("mu",),
     second_moment=("nu",),
-    agreed=lambda state, params: _taken_back(state, params) if float(state.elapsed) else None,
+    local_params=lambda state, params: _taken_back(state, params) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
     others=("sync",),
