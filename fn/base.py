@@ -169,8 +169,9 @@ class UpdateFn(Protocol):
                                     the call have to ask it, or would take in silence what the call refuses. read
                                     moves a 0-d tensor to where the host can read its number
         tensorwise                  whether it takes each tensor by itself, and sends nothing, so that a step can be
-                                    written a chunk of tensors at a time: see `fn.inplace.head_and_body`
-        mapped(f)                   the same step with f of each update inside of it, whose updates it passes on
+                                    written a chunk of tensors at a time: see `fn.inplace.head_and_body`. One with
+                                    updates inside of it hands them what it is given, calls those in its field `inner`
+                                    only, and adds nothing that is not tensor by tensor
         branches(state, params)     the tensors that each update inside of it takes, where they take some each
         now                         whether it reads the params, or a rate, of the step that it is taken in, so that it
                                     cannot be taken beside the training
@@ -415,25 +416,21 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
     return not isinstance(update_in(transform, phase), _Missing)
 
 
+@declare_rule(tensorwise=True)
 class Guarded(NamedTuple):
     """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
 
     inner: the update that is guarded. looks: whether its results are checked, as they are in all but local steps.
-    run: the guarded update. of: guards another update in the same way.
+    run: (the update inside, updates, state, params) -> what the guarded one returns.
     """
 
     inner: UpdateFn
     looks: bool
-    run: UpdateFn
-    of: Callable[[UpdateFn], UpdateFn]
+    run: Callable[[UpdateFn, Tree, Tree, Tree], tuple[Tree, Tree]]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the guarded update returns."""
-        return self.run(updates, state, params)
-
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the same step around what f makes of the update inside."""
-        return self.of(f(self.inner))
+        return self.run(self.inner, updates, state, params)
 
 
 class Link(NamedTuple):
@@ -469,6 +466,14 @@ def inside(update: Any) -> list[UpdateFn]:
     if callable(inner):  # a rule is a tuple, too
         return [inner]
     return [*(inner.values() if isinstance(inner, Mapping) else inner)]
+
+
+def with_inside(update: Any, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+    """Return the same rule around what f makes of each update inside of it."""
+    inner: Any = update.inner
+    new = f(inner) if callable(inner) else {key: f(one) for key, one in inner.items()}
+    made: UpdateFn = update._replace(inner=new)
+    return made
 
 
 def name_of(update: UpdateFn) -> str:

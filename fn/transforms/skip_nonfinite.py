@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,18 +79,20 @@ def skip_nonfinite(inner: Transform) -> Transform:
         tree.check_real(params, "params")
         return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device_of(params)))
 
-    def guarded(phase: Phase, inner_update: UpdateFn) -> UpdateFn:
-        def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+    def guarded(phase: Phase, guards: UpdateFn) -> UpdateFn:
+        def local(inner_update: UpdateFn, updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
             out, after = inner_update(updates, state.inner, params)
             return out, state._replace(inner=after)
 
-        def update(updates: Tree, state: SkipState | _InsideState, params: Tree, /) -> tuple[Tree, SkipState]:
+        def update(
+            inner_update: UpdateFn, updates: Tree, state: SkipState | _InsideState, params: Tree, /
+        ) -> tuple[Tree, SkipState]:
             is_inside = isinstance(state, _InsideState)
             state = SkipState(*state) if isinstance(state, _InsideState) else state
             check_state(state, SkipState)
             if phase is not Phase.WARMUP and _guards_itself(state.inner):
-                return local(updates, state, params)
+                return local(inner_update, updates, state, params)
             before = state.inner
             if roles.find(before, "skips"):
                 # A guard inside returns NaN where it skips: one rank's -0.0 would be averaged with the moves of others.
@@ -105,7 +106,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
         looks = phase is not Phase.LOCAL
-        return Guarded(inner_update, looks, update if looks else local, partial(guarded, phase))
+        return Guarded(guards, looks, update if looks else local)
 
     exchange = inner.exchange and inner.exchange.at(0)  # 0: `inner` of the guard's state
     return combine([inner], init, lambda phase, of: guarded(phase, *of), exchange=exchange, links=inner.links)
