@@ -534,15 +534,13 @@ _ORDER = "the arguments of an update are (updates, state, params)"
 def check_state(state: Tree, kind: type) -> None:
     """Raise a TypeError that gives the order of the arguments if a state is of another class, such as the params.
 
-    Also if a field holds a Python number where a tensor belongs. Fields with the role "others" are states of other
-    links, which check them themselves.
+    Also if a field holds a Python number where a tensor belongs.
     """
     if not isinstance(state, kind):
         raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        others = roles.roles_of(state).others
-        for name in (name for name in state._fields if name not in others):
-            tree.check_tensors(getattr(state, name), f"state.{name}")
+        for name, value in zip(state._fields, state, strict=True):
+            tree.check_tensors(value, f"state.{name}")
 
 
 def check_arguments(updates: Tree, state: Tree, params: Tree, kind: type, like: str) -> tuple[Tree, Tree]:

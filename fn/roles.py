@@ -59,7 +59,6 @@ class Roles(NamedTuple):
         those of the next one other memory.
     mean: the mean of such gradients over the ranks, exactly, as it has arrived.
     missing: whether what a mean brought was not finite, so that nothing of it stays, 0-d bool.
-    others: states of other links, which check their tensors themselves.
     """
 
     skips: tuple[str, ...] = ()
@@ -74,7 +73,6 @@ class Roles(NamedTuple):
     difference: tuple[str, ...] = ()
     ages: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
     warmup_errors: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
     mean: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ class AdamState(NamedTuple):
     rested: Tree = ()
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), ages=("ages",), rested=("rested",), others=("sync",))
+@declare(first_moment=("mu",), second_moment=("nu",), ages=("ages",), rested=("rested",))
 class OnebitAdamState(NamedTuple):
     """As `AdamState`; nu and its age stay as they are after the warm-up. sync: the state of `sync`."""
 

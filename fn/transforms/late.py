@@ -52,9 +52,7 @@ from fn.transforms.skip_nonfinite import is_fine, select, skip_nonfinite
 Tree = Any
 
 
-@declare(
-    rank_local=("gradients",), taken=("gradients",), missing=("missing",), left_out=("left_out",), others=("inner",)
-)
+@declare(rank_local=("gradients",), taken=("gradients",), missing=("missing",), left_out=("left_out",))
 class LateState(NamedTuple):
     """State of `late`.
 
@@ -75,7 +73,7 @@ class LateState(NamedTuple):
     left_out: Tensor
 
 
-@declare(taken=("gradients",), missing=("missing",), left_out=("left_out",), others=("inner",), mean=("arrived",))
+@declare(taken=("gradients",), missing=("missing",), left_out=("left_out",), mean=("arrived",))
 class LateMeanState(LateState):
     """As `LateState`, where the direction is the exact mean of the gradients and nothing else."""
 

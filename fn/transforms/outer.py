@@ -63,7 +63,6 @@ Tree = Any
     left_out=("left_out",),
     copies=("anchor",),
     watched=("anchor",),
-    others=("inner", "sync"),
 )
 class OuterState(NamedTuple):
     """The state of `outer`.

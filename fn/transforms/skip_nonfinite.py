@@ -12,7 +12,6 @@ from fn import roles, tree
 from fn.arguments import check_is_transform
 from fn.base import Guarded, NewParams, Phase, Transform, UpdateFn, check_state, combine, facts_of
 from fn.collectives.agreement import device_of, true_on_all
-from fn.errors import expected
 from fn.kernels.flags import is_true
 from fn.kernels.table import direct
 from fn.kernels.tracing import is_concrete
@@ -21,7 +20,7 @@ from fn.roles import declare
 Tree = Any
 
 
-@declare(skips=("skipped",), others=("inner",))
+@declare(skips=("skipped",))
 class SkipState(NamedTuple):
     """inner: the state of the guarded transform. skipped: how many steps were skipped, 0-d int64."""
 
@@ -29,7 +28,7 @@ class SkipState(NamedTuple):
     skipped: Tensor
 
 
-@declare(skips=("skipped",), others=("inner",))
+@declare(skips=("skipped",))
 class _InsideState(NamedTuple):
     """A `SkipState` as a guard hands it to another guard inside, which then returns NaN where it skips."""
 
@@ -101,7 +100,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = inner_update(updates, before, params)
-            _check_tensors(state.inner, after)
+            tree.check_tensors(after, "state")  # a step that is skipped could not put a number back
             ok = true_on_all(is_fine(out, after, state.inner), shards, device_of(out))
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
@@ -127,15 +126,6 @@ def is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:
     for new, old in zip(roles.find(after, "skips"), roles.find(before, "skips"), strict=True):
         ok = ok if new is old else ok & (new == old)  # where a guard inside skips, the whole step is skipped
     return ok
-
-
-def _check_tensors(before: Tree, after: Tree) -> None:
-    """Refuse a state in which something other than a tensor changes: a step that is skipped could not put it back."""
-    for place, (old, new) in enumerate(zip(tree.leaves(before), tree.leaves(after), strict=True)):
-        if new is not old and not isinstance(new, Tensor):
-            wanted = f"leaf {tree.paths(after)[place] or 'the root'!r}, which changes, to be a tensor"
-            cure = "use torch.zeros((), dtype=torch.int64) for a counter"
-            raise TypeError(expected("state", wanted, type(new).__name__, cure))
 
 
 def _keep_or_skip(

@@ -51,7 +51,6 @@ Tree = Any
     local_params=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
-    others=("sync",),
 )
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
