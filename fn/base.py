@@ -165,9 +165,6 @@ class UpdateFn(Protocol):
     its fields are what ranks compare. Where it keeps a closure, that is its field `run`. A rule may have more:
 
         name                        in messages; without it they take the name of the factory of `run`
-        check(state, read)          raises where a call would refuse the state. Kernels that take the step in place of
-                                    the call have to ask it, or would take in silence what the call refuses. read
-                                    moves a 0-d tensor to where the host can read its number
         tensorwise                  whether it takes each tensor by itself, and sends nothing, so that a step can be
                                     written a chunk of tensors at a time: see `fn.inplace.head_and_body`. One with
                                     updates inside of it hands them what it is given, calls those in its field `inner`

@@ -100,7 +100,7 @@ def _writes(
     g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, _Moments], steps: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs, (tensor of a param group's state, its new numbers). Raises: as `from_adamw`."""
-    firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
+    firsts, seconds = roles.find(state, "first_moment"), roles.find(state, "second_moment")
     ages = roles.find(state, "ages")
     # Each rank's own first moment belongs to params of its own, as in 0/1 Adam.
     nodes = tree.named_tuples(state)

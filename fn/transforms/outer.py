@@ -105,10 +105,6 @@ class OuterWarmup(NamedTuple):
         """Return the update and the next state."""
         return self.run(updates, state, params)
 
-    def check(self, state: Tree, read: Callable[[Tensor], Tensor]) -> None:
-        """Refuse a state in which the ranks went their own ways."""
-        check_alike(read(state.alone))
-
 
 class PlainWarmup(OuterWarmup):
     """The rule of a warm-up step without an anchor."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -101,10 +100,6 @@ class VarianceStep(NamedTuple):
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the update and the next state."""
         return self.run(updates, state, params)
-
-    def check(self, state: ZeroOneAdamState, read: Callable[[Tensor], Tensor]) -> None:
-        """Refuse a state with local steps that were not synchronised."""
-        check_synchronised(read(state.elapsed))
 
 
 @declare_rule(now=True)
