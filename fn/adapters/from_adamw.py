@@ -37,9 +37,9 @@ class _Moments(NamedTuple):
 def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     """Copy moments and step counts of a `torch.optim.AdamW` into an optimizer over the same parameters.
 
-    `steps`, which schedules count, become AdamW's, and the state is what it would be after as many warm-up steps with
-    the same averaged gradients. Learning rates and other hyper-parameters stay the optimizer's own. On several ranks
-    all call it, each with its AdamW of the same numbers, as under DDP.
+    `steps`, which schedules count, become AdamW's, and moments and their ages are what they would be after as many
+    warm-up steps with the same averaged gradients. Learning rates and other hyper-parameters stay the optimizer's own.
+    On several ranks all call it, each with its AdamW of the same numbers, as under DDP.
 
     Args: adamw: `torch.optim.AdamW` or `Adam`; parameters are found by identity, whatever their groups. A parameter
         without state there, one that never had a gradient, has moments of zero. optimizer: between two steps; of
@@ -100,15 +100,19 @@ def _writes(
     g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, _Moments], steps: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Return pairs, (tensor of a param group's state, its new numbers). Raises: as `from_adamw`."""
-    firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
-    counts, ages = roles.find(state, "counts"), roles.find(state, "ages")
-    fits = [*map(len, (firsts, seconds, counts, ages))] == [1, 1, 1, 1]
+    firsts, seconds = roles.find(state, "first_moment"), roles.find(state, "second_moment")
+    ages = roles.find(state, "ages")
+    # Each rank's own first moment belongs to params of its own, as in 0/1 Adam.
+    nodes = tree.named_tuples(state)
+    is_own = any(roles.rank_local(node).intersection(roles.roles_of(node).first_moment) for node in nodes)
+    fits = not is_own and [*map(len, (firsts, seconds, ages))] == [1, 1, 1]
     pairs = [tree.leaves(moments) for moments in (*firsts, *seconds)] if fits else []
     if not fits or any([x.shape for x in leaves] != [p.shape for p in params] for leaves in pairs):
         raise ValueError(
             f"expected the state of param group {g} to hold one mu, nu and age of each over all parameters, as that "
             f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(firsts)} first moments and {len(ages)} "
-            f"pairs of ages, or parts of tensors; run a warm-up instead, in which its moments build up"
+            f"pairs of ages, or parts of tensors, or each rank's own; run a warm-up instead, in which its "
+            f"moments build up"
         )
     some = [moments_of[id(p)] for p in params if id(p) in moments_of]
     if not some:
@@ -119,7 +123,7 @@ def _writes(
     def whole(number: float) -> Tensor:
         return torch.tensor(int(number), dtype=torch.int64, device="cpu")
 
-    writes = [(x, whole(steps)) for x in (counts[0], *ages[0])]
+    writes = [(x, whole(steps)) for x in ages[0]]
     taken = [moments_of[id(p)].step if id(p) in moments_of else 0.0 for p in params]
     rested = tree.leaves(roles.find(state, "rested"))
     writes += [(x, whole(steps - own).expand(x.shape)) for x, own in zip(rested, taken, strict=bool(rested))]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Chained, UpdateFn, inside, unchanged
+from fn.base import Chained, UpdateFn, inside, unchanged, with_inside
 from fn.compiling import original
 from fn.inplace.memory import copy_into, move
 
@@ -34,19 +34,19 @@ def split(update: UpdateFn) -> tuple[UpdateFn, UpdateFn]:
     """Return the head and the body of an update. Each takes the state of the whole, and passes on the other's part."""
     update = original(update)
     if isinstance(update, Chained):
-        heads, bodies = [*update.links], [unchanged] * len(update.links)
-        for i, link in reversed([*enumerate(update.links)]):
+        heads, bodies = [*update.inner], [unchanged] * len(update.inner)
+        for i, link in reversed([*enumerate(update.inner)]):
             heads[i], bodies[i] = split(link)
             if heads[i] is not unchanged:
                 break
         return _without_nothing(heads), Chained((*bodies,))
-    if getattr(update, "tensorwise", False):
+    if not getattr(update, "tensorwise", False):
+        return update, unchanged
+    if not inside(update):
         return unchanged, update
     if hasattr(update, "branches"):
         return _split_branches(update)
-    if hasattr(update, "mapped"):
-        return update.mapped(lambda inner: split(inner)[0]), update.mapped(lambda inner: split(inner)[1])
-    return update, unchanged
+    return with_inside(update, lambda inner: split(inner)[0]), with_inside(update, lambda inner: split(inner)[1])
 
 
 def _without_nothing(links: Sequence[UpdateFn]) -> UpdateFn:
@@ -59,12 +59,12 @@ def _split_branches(update: Any) -> tuple[UpdateFn, UpdateFn]:
     def part(which: int, inner: UpdateFn) -> UpdateFn:
         inner = original(inner)
         # What skips a step of its own in one branch would do so for the body of all.
-        alone = hasattr(inner, "mapped") and not isinstance(inner, Chained) and not hasattr(inner, "branches")
+        alone = inside(inner) and not isinstance(inner, Chained) and not hasattr(inner, "branches")
         parts = (inner, unchanged) if alone else split(inner)
         heads.append(parts[0])
         return parts[which]
 
-    head, body = update.mapped(partial(part, 0)), update.mapped(partial(part, 1))
+    head, body = with_inside(update, partial(part, 0)), with_inside(update, partial(part, 1))
     return (unchanged if all(inner is unchanged for inner in heads) else head), body
 
 
@@ -85,12 +85,12 @@ def plan_of(body: UpdateFn, state: Tree, params: Tree) -> Plan:
     if body is unchanged:
         return Plan([()] * len(leaves), lambda places, updates: (updates, []))
     if isinstance(body, Chained):
-        links = [(link, own) for link, own in zip(body.links, state, strict=True) if original(link) is not unchanged]
+        links = [(link, own) for link, own in zip(body.inner, state, strict=True) if original(link) is not unchanged]
         return _one_after_the_other([plan_of(link, own, params) for link, own in links], len(leaves))
     if hasattr(body, "branches"):
         return _by_branch(body.branches(state, params), leaves)
-    if hasattr(body, "mapped"):
-        (inner,) = inside(body)
+    if within := inside(body):
+        (inner,) = within
         return plan_of(inner, state[0], params)  # 0: `inner` of their states
     return _of_rule(body, state, params)
 
@@ -135,9 +135,7 @@ def _of_rule(rule: UpdateFn, state: Tree, params: Tree) -> Plan:
     fields = [own if like == structure else None for own, like in flat]
 
     def run(places: Sequence[int], updates: list[Tensor]) -> tuple[list[Tensor], Pairs]:
-        parts = [
-            value if own is None else [own[i] for i in places] for value, own in zip(values, fields, strict=True)
-        ]
+        parts = [value if own is None else [own[i] for i in places] for value, own in zip(values, fields, strict=True)]
         before = type(state)(*parts) if parts else state
         updates, after = rule(updates, before, [leaves[i] for i in places])
         both = zip(tree.leaves(before), tree.leaves(after), strict=True)

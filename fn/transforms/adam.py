@@ -79,9 +79,9 @@ class OnebitAdam(NamedTuple):
         return self.run(updates, state, params)
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), rested=("rested",))
+@declare(first_moment=("mu",), second_moment=("nu",), ages=("ages",), rested=("rested",))
 class AdamState(NamedTuple):
-    """step: updates made, 0-d int64. mu, nu: moments, like the params.
+    """step: updates that this link made, 0-d int64. mu, nu: moments, like the params.
 
     ages: how many updates mu and nu have had, 0-d int64 each; () without bias correction.
     rested: how many of these a tensor sat out, a tree like the params of 0-d int64; () where no tensor did, and without
@@ -95,9 +95,7 @@ class AdamState(NamedTuple):
     rested: Tree = ()
 
 
-@declare(
-    first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), rested=("rested",), others=("sync",)
-)
+@declare(first_moment=("mu",), second_moment=("nu",), ages=("ages",), rested=("rested",))
 class OnebitAdamState(NamedTuple):
     """As `AdamState`; nu and its age stay as they are after the warm-up. sync: the state of `sync`."""
 

@@ -122,7 +122,7 @@ class RoundingState(NamedTuple):
     dropped: Tree
 
 
-@declare_rule(name="compensate_rounding", tensorwise=True, now=True, last=True)
+@declare_rule(name="compensate_rounding", tensorwise=True, now=True)
 class Rounding(NamedTuple):
     """The rule of `compensate_rounding`."""
 

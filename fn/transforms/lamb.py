@@ -34,7 +34,7 @@ from fn.transforms.skip_nonfinite import nan_unless_finite
 Tree = Any
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), others=("sync",))
+@declare(first_moment=("mu",), second_moment=("nu",))
 class OnebitLambState(NamedTuple):
     """State of `scale_by_onebit_lamb`; per-tensor numbers are 0-d float32.
 

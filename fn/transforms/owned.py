@@ -70,7 +70,7 @@ Costs = Tree | Callable[[Tree], Tree] | None
 """A number for each tensor, in a tree like the params, or a function of them. None: `newton_schulz_costs`."""
 
 
-@declare(rank_local=("inner", "back"), errors=("back",), owned=("inner", "back"), plan=("owners",), others=("inner",))
+@declare(rank_local=("inner", "back"), errors=("back",), place=("owners",))
 class OwnedState(NamedTuple):
     """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor, or slice.
 

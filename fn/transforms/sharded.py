@@ -77,10 +77,7 @@ from fn.transforms.resharding import (
 Tree = Any
 
 
-@declare(
-    rank_local=("inner", "master", "place"), copies=("master",), shard=("place",), others=("inner",),
-    rested=("rested",),
-)  # fmt: skip
+@declare(rank_local=("inner", "master", "place"), copies=("master",), place=("place",), rested=("rested",))
 class ShardedState(NamedTuple):
     """What one rank keeps of a sharded optimizer. Tuples have an entry for each vector that travels, see `flat_layout`.
 

@@ -138,4 +138,4 @@ def errors_in(state: Tree) -> list[ErrorFeedbackState]:
 
 def shards_in(state: Tree) -> list[Any]:
     """Return the states whose vectors are divided among ranks, outermost first."""
-    return [node for node in tree.named_tuples(state) if roles.roles_of(node).shard]
+    return [node for node in tree.named_tuples(state) if roles.is_shard(node)]
