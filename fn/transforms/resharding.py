@@ -87,8 +87,8 @@ class ErrorParts(NamedTuple):
     ) -> ErrorFeedbackState:
         """Return the errors after a step, with the old ones of tensors that rest.
 
-        What was delivered so far, which `differences` keeps, goes on with the sum of it that all ranks have; so do errors
-        of a feedback of the user's own that are no vectors.
+        What was delivered so far, which `differences` keeps, goes on with the sum of it that all ranks have. So do
+        errors of a feedback of the user's own that are no vectors.
 
         Args: rests: of each leaf. leaves: those of the state, for their shapes.
         """
