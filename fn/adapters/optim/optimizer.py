@@ -32,7 +32,7 @@ from fn.adapters.optim.shards import are_divided, check_divided, check_placed, d
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
 from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
-from fn.collectives import agreement
+from fn.collectives import agreement, following
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
 from fn.errors import RefusedByAll, expected
@@ -270,7 +270,8 @@ class Optimizer(Core):
         if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
-            grads = gradients.clipped(grads, params, kind, self.max_norm, next(iter(self.axes), None), states)
+            with following.at(self.log, ("gradients", kind.value), self.axes):
+                grads = gradients.clipped(grads, params, kind, self.max_norm, next(iter(self.axes), None), states)
         return grads
 
     @property
@@ -280,7 +281,10 @@ class Optimizer(Core):
 
     def clipped(self, states: list[Tree], role: str) -> list[Tree]:
         """Return states in which late gradients are clipped by the norm over all param groups."""
-        return states if self.max_norm is None else gradients.clipped_late(states, role, self.max_norm, self.axes)
+        if self.max_norm is None:
+            return states
+        with following.at(self.log, ("gradients", role), self.axes):
+            return gradients.clipped_late(states, role, self.max_norm, self.axes)
 
     def staging(self, phase: Phase | Round) -> Binding:
         """Return the axes that are bound while units are staged: without those that clipping has averaged over."""
@@ -378,7 +382,7 @@ class Optimizer(Core):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy needs: none that hold on to this one's learning rates, nor its hooks."""
         land(self)
-        of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead"}
+        of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead", "log"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
         # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
