@@ -20,6 +20,7 @@ from fn.collectives.codecs.sign import sign
 from fn.collectives.codecs.top_k import top_k
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
 from fn.collectives.feedback import Feedback, classic, damped, decayed, differences, off
+from fn.collectives.following import recorded, replayed
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
@@ -147,7 +148,9 @@ __all__ = [
     "powersgd_adamw",
     "psum",
     "rank_dims",
+    "recorded",
     "reduce_scatter_mean",
+    "replayed",
     "rotated",
     "running_sum",
     "scale",

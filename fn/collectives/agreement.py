@@ -27,6 +27,7 @@ from fn.base import name_of
 from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding, names, ranks_around, resolve
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
+from fn.collectives.following import aside, shared
 from fn.collectives.primitives import all_gather, psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import abort_connections
@@ -136,7 +137,7 @@ def header(call: str, axes: Sequence[str], device: torch.device | str, number: i
 
 def _gathered(x: Tensor, axes: Sequence[str]) -> Tensor:
     """Return the numbers (..., 2) of all ranks, (W, ..., 2), sent as bytes as texts are."""
-    with watched_by(Watchers()):  # which no ledger counts
+    with watched_by(Watchers()), aside():  # which no ledger counts, and no log has
         rows: Tensor = all_gather(x.view(torch.uint8), tuple(axes)).view(torch.int64)
     return rows
 
@@ -212,11 +213,18 @@ def true_on_all(flag: Tensor, axes: Sequence[str], device: torch.device) -> Tens
 
     Args: device: where the axes' groups exchange; the same kind on all ranks, although a flag may lie on the host.
     """
-    for axis in axes:
-        if axis_size(axis) > 1:
+    over = tuple(axis for axis in axes if axis_size(axis) > 1)
+
+    def asked() -> Tensor:
+        found = flag
+        for axis in over:
             # Counted is who says no: `psum` has no sum of truth values.
-            flag = psum((~flag).to(device, torch.int32), axis) == 0
-    return flag
+            found = psum((~found).to(device, torch.int32), axis) == 0
+        return found
+
+    # The answer alone, which is alike on all of the axes; each sum is on one of them.
+    answer: Tensor = shared("true", over, lambda: flag.to(device), asked) if over else flag
+    return answer
 
 
 def gather_values(value: Any, axis: AxisNames, device: torch.device | str = "cpu") -> list[Any]:
@@ -238,7 +246,8 @@ def gather_values(value: Any, axis: AxisNames, device: torch.device | str = "cpu
 
 def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> list[bytes]:
     # (bytes,) -> (W, bytes)
-    rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
+    with aside():
+        rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
     return [bytes(row) for row in rows.cpu().tolist()]
 
 

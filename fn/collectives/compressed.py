@@ -36,6 +36,7 @@ from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
+from fn.collectives.following import shared
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.collectives.simulation import replicated_if_equal
@@ -215,9 +216,8 @@ class VectorPlan(NamedTuple):
         else:
             check_vector(shard, error, last.codec.align, "shard")
             payload, error = _serve(self.server, last.feedback, messages.exchange(payload, last.axis), error, shard)
-        payload = messages.gather(payload, last.axis)
         # Within the node, too: codes are fewer bytes than what they stand for.
-        return gather_codes(payload, self.exact), error
+        return gather_codes(payload, (*self.exact, last.axis)), error
 
     def decode(self, payload: Tree, dtype: torch.dtype) -> Tensor:
         """Decode what `send` returned to the mean (n,); the codes of all ranks for a row are averaged here."""
@@ -282,7 +282,9 @@ def _gather(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[S
         check_vector(x, errors[i], hop.codec.align, "shard")
         codec = hop.for_own_row(cuts[i])
         payload, errors[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
-        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)  # (n / size,) -> (n,)
+        # The first hop is gathered last: by then the ranks of all hops have the same.
+        payload = messages.gather(payload, hop.axis, alike=() if i else tuple(one.axis for one in plan))
+        x = _decode(hop.for_rows(cuts[i]), payload, x.dtype)  # (n / size,) -> (n,)
         # Ranks of the outer axes gather the same numbers only because their servers' errors have the same history. vmap
         # cannot know that, so where outer axes are simulated, x is compared, and leaves their levels if it is the same.
         x = replicated_if_equal(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
@@ -298,6 +300,11 @@ def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
     if not inner:
         mean: Tensor = primitives.mean_in_place(x, last) if consume else primitives.pmean(x, last)
         return mean
+    whole: Tensor = shared("mean", axis, lambda: x, lambda: _mean_over(x, inner, last))
+    return whole
+
+
+def _mean_over(x: Tensor, inner: Sequence[str], last: str) -> Tensor:
     size = axis_size(tuple(inner))
     # (n,) -> (a multiple of W,)
     padded = F.pad(x, (0, -x.shape[0] % size)) if x.shape[0] % size else x  # zeros, which no mean of others changes
@@ -327,12 +334,17 @@ def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> T
     return (shards[0] if len(shards) == 1 else torch.cat(shards, dim=1)).reshape(-1)
 
 
-def gather_codes(payload: Tree, axes: Sequence[str]) -> Tree:
-    """Gather the rows of a payload over axes, the last one first; all rows lie one after the other then."""
-    for axis in reversed(axes):
-        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)  # (size, rows, ...)
-        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)  # (size rows, ...)
-    return payload
+def gather_codes(payload: Tree, axes: tuple[str, ...]) -> Tree:
+    """Gather a payload of one row over axes, the last one first; all rows lie one after the other then."""
+
+    def gathered() -> Tree:
+        codes = messages.gather(payload, axes[-1])  # (size, ...)
+        for axis in reversed(axes[:-1]):
+            of_ranks = messages.gather(tree.map(lambda leaf: leaf[None], codes), axis)  # (size, rows, ...)
+            codes = tree.map(lambda leaf: leaf.flatten(0, 1), of_ranks)  # (size rows, ...)
+        return codes
+
+    return shared("gather", axes, lambda: messages.codes_like(payload, axis_size(axes)), gathered)
 
 
 def encode(

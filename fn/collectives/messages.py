@@ -21,6 +21,7 @@ from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives import primitives
 from fn.collectives.carriers import carrier_of
+from fn.collectives.following import shared
 from fn.collectives.ledger import record
 from fn.collectives.profiling import RangeName, step_range
 from fn.collectives.transports.tcp import Connections, Rows
@@ -70,9 +71,20 @@ def exchange(payload: Tree, axis: str) -> Tree:
     return _carry(payload, axis, "exchange", "all_to_all")
 
 
-def gather(payload: Tree, axis: str) -> Tree:
-    """Gather payloads of one row from every rank, as `all_gather`, in one uint8 message: W rows."""
-    return _carry(payload, axis, "gather", "all_gather")
+def gather(payload: Tree, axis: str, alike: axes.AxisNames = ()) -> Tree:
+    """Gather payloads of one row from every rank, as `all_gather`, in one uint8 message: W rows.
+
+    Args: alike: the axes on whose ranks the result is the same, where these are more than one.
+    """
+    size = axes.axis_size(axis)
+    return shared(
+        "gather", alike or axis, lambda: codes_like(payload, size), lambda: _carry(payload, axis, "gather", "all_gather")
+    )
+
+
+def codes_like(payload: Tree, size: int) -> Tree:
+    """Return a payload of so many rows, for its shapes and dtypes alone."""
+    return tree.map(lambda leaf: leaf.new_empty(()).expand(size, *leaf.shape[1:]), payload)
 
 
 def _carry(payload: Tree, axis: str, name: RangeName, collective: str) -> Tree:
@@ -121,13 +133,19 @@ def fill_rows(out: Tensor, axis: str) -> None:
     Args: out: (W, ...), contiguous; this rank has written its own row. axis: the axis' name.
     Raises: as `all_gather`.
     """
-    way = direct([out], axis)
+
+    def fill() -> Tensor:
+        way = direct([out], axis)
+        if way is not None:
+            way.pass_rows("all_gather", {p: [out[way.rank]] for p in way.peers}, {p: [out[p]] for p in way.peers})
+        elif out.shape[0] > 1:
+            out.copy_(primitives.all_gather(out[int(axes.axis_index(axis))], axis))
+        return out
+
     with step_range("gather"):
-        if way is None:
-            if out.shape[0] > 1:
-                out.copy_(primitives.all_gather(out[int(axes.axis_index(axis))], axis))
-            return
-        way.pass_rows("all_gather", {p: [out[way.rank]] for p in way.peers}, {p: [out[p]] for p in way.peers})
+        filled = shared("gather", axis, lambda: out, fill)
+        if filled is not out:  # where it is replayed, this rank's own row is in the log, too
+            out.copy_(filled)
 
 
 def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:

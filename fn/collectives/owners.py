@@ -28,6 +28,7 @@ from fn.collectives import axis as axes
 from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames
 from fn.collectives.carriers import carrier_of
+from fn.collectives.following import shared
 from fn.collectives.profiling import RangeName, step_range
 from fn.kernels import memory_pool
 
@@ -105,6 +106,12 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: AxisNames, a
         several axes its index. axis: the axis' name, or two. among: as for `to_owners`.
     Raises: as `all_gather`.
     """
+    every = [*items]
+    found: list[Tree] = shared("owners", axis, lambda: every, lambda: _from_owners(every, owners, axis, among))
+    return found
+
+
+def _from_owners(items: Sequence[Tree], owners: Sequence[int], axis: AxisNames, among: int) -> list[Tree]:
     if not isinstance(axis, str):
         return _from_owners_over(items, owners, axes.names(axis))
     size, _, transport = axes.resolve(axis)

@@ -25,6 +25,7 @@ from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives.carriers import Carrier, carrier_of
 from fn.collectives.differentiation import refuse_to_differentiate
+from fn.collectives.following import shared
 from fn.collectives.ledger import record
 from fn.collectives.profiling import step_range, watchers
 from fn.collectives.transports.failure_detection import abort_connections, is_loss, peer_lost
@@ -89,11 +90,21 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
-    axis, *rest = axes.names(axis)
+    _check_tensors(x)
+    over = axes.names(axis)
+    return shared("gather", over, lambda: rows_like(x, axes.axis_size(over)), lambda: _all_gather(x, over))
+
+
+def rows_like(x: Tree, size: int) -> Tree:
+    """Return a tree of so many rows of each leaf, for their shape and dtype alone: they take no memory."""
+    return tree.map(lambda leaf: leaf.new_empty(()).expand(size, *leaf.shape), x)
+
+
+def _all_gather(x: Tree, over: Sequence[str]) -> Tree:
+    axis, *rest = over
     if rest:
         # (A, B, ...) -> (A B, ...)
-        return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), axis))
-    _check_tensors(x)
+        return tree.map(lambda rows: rows.flatten(0, 1), _all_gather(_all_gather(x, rest), [axis]))
     size, _, transport = axes.resolve(axis)
 
     def gather(leaf: Tensor) -> Tensor:
@@ -149,10 +160,15 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Not differentiable, as `pmean`.
     """
-    axis, *rest = axes.names(axis)
-    if rest:
-        return psum(psum(x, axis), tuple(rest))
     _check_tensors(x)
+    over = axes.names(axis)
+    return shared("sum", over, lambda: x, lambda: _psum(x, over))
+
+
+def _psum(x: Tree, over: Sequence[str]) -> Tree:
+    axis, *rest = over
+    if rest:
+        return _psum(_psum(x, [axis]), rest)
     size, _, transport = axes.resolve(axis)
     if any(leaf.dtype == torch.bool and not _stays(leaf, size, transport) for leaf in tree.leaves(x)):
         raise TypeError(expected("x", "numbers", "torch.bool", "convert it, such as by x.int()"))
@@ -207,16 +223,21 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
     if size == 1 or not is_concrete(x) or is_recorded([x]):
         mean: Tensor = pmean(x, axis)
         return mean
-    count(x, axis, "all_reduce", 2 * (size - 1) * x.nbytes, size)
-    with step_range("average"):
-        # Half precision is divided first, as in `pmean`: its sum may overflow.
-        x = x.div_(size) if x.element_size() < 4 else x
+
+    def add_up() -> Tensor:
+        count(x, axis, "all_reduce", 2 * (size - 1) * x.nbytes, size)
         try:
             carrier = carrier_of(transport, [x])
-            x = carry_sum(x, transport) if carrier.is_registered else _add_up(x, carrier)
+            return carry_sum(x, transport) if carrier.is_registered else _add_up(x, carrier)
         except RuntimeError as error:
             raise_if_lost(error, "psum", transport)
             raise
+
+    with step_range("average"):
+        # Half precision is divided first, as in `pmean`: its sum may overflow.
+        x = x.div_(size) if x.element_size() < 4 else x
+        # The sum, as `psum` records it: what is divided once here would be divided twice where it is replayed.
+        x = shared("sum", axis, lambda: x, add_up)
     return x if x.element_size() < 4 else x.div_(size)
 
 

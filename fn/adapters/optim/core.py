@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -26,6 +26,7 @@ from fn import roles, tree
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces, placed
 from fn.base import Exchange, Guarded, NewParams, Phase, Round, Transform, UpdateFn, facts_of
+from fn.collectives import following
 from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
 from fn.collectives.background import Background
@@ -132,6 +133,9 @@ class Core(torch.optim.Optimizer):
     islands = ""
     """An axis whose ranks come and go: they are bound in exchanges only."""
 
+    log: following.Log | None = None
+    """What all ranks get alike in a step, where somebody follows this run or this replays one."""
+
     _step_supports_amp_scaling = True  # a GradScaler then always calls step, also on the rank that saw an Inf
 
     def __init__(
@@ -175,7 +179,7 @@ class Core(torch.optim.Optimizer):
         self.check_free("step")
         # `step` runs under no_grad, in which a closure could not call backward.
         loss = None if closure is None else torch.enable_grad()(closure)()
-        with self.communicating("parameters and state are as before the step"):
+        with self.communicating("parameters and state are as before the step"), following.aside():
             # In this context: a rank where this raises closes its connections, and the others do not wait for it.
             self.follow_groups()
             phase = self.now = self.next_phase
@@ -184,7 +188,7 @@ class Core(torch.optim.Optimizer):
         # Counted before the exchange: the local step has been taken, also if the exchange fails.
         self.steps += 1
         if isinstance(phase, Round) and phase != Round():
-            with self.communicating(LOCAL_STEP_TAKEN):
+            with self.communicating(LOCAL_STEP_TAKEN), following.aside():
                 self.exchange(phase)
         return loss
 
@@ -245,6 +249,13 @@ class Core(torch.optim.Optimizer):
             rounds: dict[Any, Round] = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
             return rounds.get(phase, phase)
         return phase.phase
+
+    def agreeing(self, index: int, part: str, number: int | None = None) -> AbstractContextManager[None]:
+        """Name the place of what all ranks get alike: a unit, the phase of its step, or a part of an exchange."""
+        facts = facts_of(self.units[index].transform)
+        if number is None:
+            return following.at(self.log, (index, part), getattr(facts.averaged, part) or facts.axes)
+        return following.at(self.log, (index, f"{part} {number}"), {*facts.axes}.difference(facts.inside))
 
     @property
     def resting(self) -> list[str]:
@@ -389,7 +400,8 @@ def agree_to_step(core: Core, ok: bool, phase: Phase | Round) -> bool:
     if len(core.units) < 2 or not axes:  # a unit's own guard asks the ranks that have the rest of its tensors
         return ok
     flag, device = torch.tensor(ok, dtype=torch.bool, device="cpu"), device_of(core)
-    return bool(true_on_all(flag, tuple(axes), device))
+    with following.at(core.log, ("step", "taken"), ()):
+        return bool(true_on_all(flag, tuple(axes), device))
 
 
 class Update(NamedTuple):
@@ -417,8 +429,9 @@ def stage_group(core: Core, index: int, phase: Phase | Round, grads: Tree) -> St
     """
     unit, update = core.units[index], updates_of(core, phase)[index]
     params = unit.params
-    staged = update.kernels.stage(grads, unit.state, params) if update.kernels else None
-    return stage_purely(update, grads, unit.state, params) if staged is None else staged
+    with core.agreeing(index, phase.phase.value):
+        staged = update.kernels.stage(grads, unit.state, params) if update.kernels else None
+        return stage_purely(update, grads, unit.state, params) if staged is None else staged
 
 
 def stage_purely(update: Update, grads: Tree, state: Tree, params: Tree) -> Staged:
@@ -565,11 +578,11 @@ def nothing() -> None:
 
 def each(core: Core, part: str, number: int, states: list[Tree], params: list[Tree]) -> tuple[list[Tree], list[Tree]]:
     """Take one of the three functions of an exchange, unit by unit; return the states and the params."""
-    exchanges: list[Exchange | None] = [unit.transform.exchange for unit in core.units]
-    after = [
-        (p, state) if exchange is None else getattr(exchange, part)(number, state, p)
-        for exchange, state, p in zip(exchanges, states, params, strict=True)
-    ]
+    after = []
+    for i, (unit, state, p) in enumerate(zip(core.units, states, params, strict=True)):
+        exchange: Exchange | None = unit.transform.exchange
+        with core.agreeing(i, part, number):
+            after.append((p, state) if exchange is None else getattr(exchange, part)(number, state, p))
     return [state for _, state in after], [p for p, _ in after]
 
 
@@ -606,7 +619,7 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         changed.update(carried | {i: x for i, (was, x) in pairs if x is not was})
         return compare
 
-    landed = core.background.begin(core.binding, device, job)
+    landed = following.flight(core.log, job, lambda job: core.background.begin(core.binding, device, job))
     return Flight(number, changed, lambda: landed()())
 
 

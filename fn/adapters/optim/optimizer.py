@@ -40,7 +40,7 @@ from fn.adapters.optim.shards import (
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
 from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
-from fn.collectives import agreement
+from fn.collectives import agreement, following
 from fn.collectives.axis import Binding, axis_size, current_binding
 from fn.collectives.background import Background
 from fn.errors import RefusedByAll, expected
@@ -280,7 +280,8 @@ class Optimizer(Core):
         if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
-            grads = gradients.clipped(grads, params, kind, self.max_norm, self.axes, states, self.square_of)
+            with following.at(self.log, ("gradients", kind.value), self.axes):
+                grads = gradients.clipped(grads, params, kind, self.max_norm, self.axes, states, self.square_of)
         return grads
 
     @property
@@ -292,7 +293,8 @@ class Optimizer(Core):
         """Return states in which late gradients are clipped by the norm over all param groups."""
         if self.max_norm is None:
             return states
-        return gradients.clipped_late(states, role, self.max_norm, self.axes, self.square_of)
+        with following.at(self.log, ("gradients", role), self.axes):
+            return gradients.clipped_late(states, role, self.max_norm, self.axes, self.square_of)
 
     def staging(self, phase: Phase | Round) -> Binding:
         """Return the axes that are bound while units are staged: without those that clipping has averaged over."""
@@ -393,7 +395,7 @@ class Optimizer(Core):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a copy needs: none that hold on to this one's learning rates, nor its hooks."""
         land(self)
-        of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead"}
+        of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead", "log"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
         # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
