@@ -149,8 +149,8 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
 
     Args: kind: what it is, whatever carries it. axis: over which the result is alike on all ranks. like: returns a tree
         of the result's shapes, dtypes and devices.
-    Raises: RuntimeError for traced code and simulated ranks while somebody follows; ValueError where the log has another
-        result.
+    Raises: RuntimeError for traced code and simulated ranks while somebody follows; ValueError where the log has
+        another result.
     """
     place = _here.place
     if place is None:
