@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from fn.errors import expected
 from fn.facts import Averages, Facts
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
-from fn.transforms.resharding import ErrorParts, error_parts, errors_reshape, reshapes
+from fn.transforms.resharding import errors_reshape, reshapes
 
 Tree = Any
 Errors = tuple[Tree, Tree]
@@ -307,11 +307,10 @@ def _in_codes(
             (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, server_feedback)
 
             # Without servers every rank has the whole vector, one row whatever the number of ranks.
-            def plan(leaves: list[Tensor], world: int) -> list[layouts.Bucket]:
+            def plan(world: int) -> list[layouts.Bucket]:
                 return arrange(leaves, world if servers else 1)
 
-            reshapes.add((state, errors_reshape(leaves, axis, partial(plan, leaves), hop, return_hop)))
-            error_parts.add(ErrorParts(state, leaves, plan, axis, hop, return_hop))
+            reshapes.add((state, errors_reshape(leaves, axis, plan, hop, return_hop)))
         return state
 
     def in_codes(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:

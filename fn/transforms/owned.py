@@ -59,7 +59,7 @@ from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket
-from fn.transforms.resharding import ErrorParts, error_parts, errors_reshape, reshapes
+from fn.transforms.resharding import errors_reshape, reshapes
 from fn.transforms.sharded import check_parts, show_failures, wide
 
 Tree = Any
@@ -191,8 +191,6 @@ def owned(
             # of all tensors, for other ranks may have sent them in another world
             wides = [x.to(wide(x.dtype)) for x in leaves] if within else leaves
             reshapes.add((errors, errors_reshape(wides, axis, lambda world: rows_of(wides, to_owner), to_owner, exact)))
-            rows = lambda leaves, world: rows_of(leaves, to_owner)  # noqa: E731
-            error_parts.add(ErrorParts(errors, wides, rows, between, to_owner, exact))
         # Updates are made of float32 means, so their errors are float32 for half precision, too.
         of_owners = errors_of([x.to(wide(x.dtype)) for x in own], to_all)
         return OwnedState(state, errors, of_owners, torch.tensor(owners, dtype=torch.int64, device="cpu"))

@@ -68,64 +68,6 @@ Plan = Callable[[int], list[layouts.Bucket]]
 """W -> how leaves travel among W ranks."""
 
 
-class ErrorParts(NamedTuple):
-    """What single tensors have of residual errors, which lie in vectors with those of others; an init notes it.
-
-    state: which it made. leaves: the tensors. plan: (leaves, W) -> how they travel among W ranks of the axis. worker,
-    server: how the halves of an exchange travel.
-    """
-
-    state: ErrorFeedbackState
-    leaves: list[Tensor]
-    plan: Callable[[list[Tensor], int], list[layouts.Bucket]]
-    axis: str
-    worker: Hop
-    server: Hop
-
-    def kept(
-        self, before: ErrorFeedbackState, after: ErrorFeedbackState, rests: Sequence[bool], leaves: list[Tensor]
-    ) -> ErrorFeedbackState:
-        """Return the errors after a step, with the old ones of tensors that rest.
-
-        What was delivered so far, which `differences` keeps, goes on with the sum of it that all ranks have. So do
-        errors of a feedback of the user's own that are no vectors.
-
-        Args: rests: of each leaf. leaves: those of the state, for their shapes.
-        """
-        world, rank = axis_size(self.axis), int(axis_index(self.axis))
-        workers, servers = [*after.worker], [*after.server]
-        for b, bucket in enumerate(self.plan(leaves, world)):
-            if not any(rests[i] for i in bucket.leaf_indices):
-                continue
-            device = leaves[bucket.leaf_indices[0]].device
-            flags = [torch.tensor(rests[i], dtype=torch.bool, device=device) for i in bucket.leaf_indices]
-            dtype, rows = leaves[bucket.leaf_indices[0]].dtype, layouts.spread(flags, bucket)  # (W, n / W)
-            halves = [(workers, before.worker, rows, bucket.segments, self.worker)]
-            if len(rows) == world:
-                halves.append((servers, before.server, rows[rank], _row_of(bucket.segments, rank), self.server))
-            for errors, old, marks, segments, hop in halves:
-                errors[b] = _mixed(old[b], errors[b], marks.reshape(-1), segments, hop, dtype)
-        return ErrorFeedbackState(tuple(workers), tuple(servers))
-
-
-def _mixed(old: Tree, new: Tree, marks: Tensor, segments: Segments, hop: Hop, dtype: torch.dtype) -> Tree:
-    """Return an error that is the old one where marked, else the new one, in the form of that."""
-    if hop.feedback.delivered is not None:
-        return new
-    try:
-        both = [to_plain(error, hop.codec, hop.feedback, segments, dtype) for error in (old, new)]
-    except TypeError:
-        return new
-    if both[0] is None or both[1] is None or both[0].shape != marks.shape:
-        return new
-    age = new.age if isinstance(new, DampedError | Counted) else None
-    return from_plain(torch.where(marks, both[0], both[1]), new, segments, hop.feedback, age)
-
-
-error_parts: Notes[ErrorParts] = Notes()
-"""From each init that makes residual errors of one axis."""
-
-
 def errors_reshape(leaves: Sequence[Tensor], axis: AxisNames, plan: Plan, worker: Hop, server: Hop) -> Reshape:
     """Return how an `ErrorFeedbackState` over leaves moves. worker, server: how the halves of an exchange travel.
 
@@ -301,7 +243,7 @@ class Move(NamedTuple):
             if state is fresh:
                 return reshape.adopt(self._total(reshape, fresh, saved), fresh)
         has_errors = isinstance(fresh, ErrorFeedbackState) and tree.leaves(fresh)
-        if has_errors or (hasattr(fresh, "_fields") and roles.is_shard(fresh)):
+        if has_errors or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
             text = f"its errors of the axes {[*self.axes]} belong to that one"
             raise ValueError(f"checkpoint: is of another world, and {text}")
         if isinstance(saved, Rows):

@@ -49,7 +49,7 @@ from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, compressed_all_reduce, reduce_scatter_wide
 from fn.collectives.feedback import classic, off
-from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, initial_errors
+from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
 from fn.collectives.primitives import all_gather, psum
 from fn.collectives.simulation import replicated_if_equal
@@ -62,17 +62,7 @@ from fn.transforms import flat_layout as layouts
 from fn.transforms.adam import are_on_host, common, share, start_rested
 from fn.transforms.flat_layout import Bucket, end_to_end, join, split
 from fn.transforms.leafwise import apply
-from fn.transforms.resharding import (
-    ErrorParts,
-    Notes,
-    Reshape,
-    bucket_of,
-    error_parts,
-    errors_reshape,
-    in_parts,
-    reshapes,
-    shards_reshape,
-)
+from fn.transforms.resharding import Notes, Reshape, bucket_of, errors_reshape, in_parts, reshapes, shards_reshape
 
 Tree = Any
 
@@ -309,7 +299,6 @@ def sharded(
         divisions.add(Division(state, leaves, rules.arrange, paths))
         if isinstance(axis, str):
             reshapes.add((state, _moves(state, leaves, paths, rules)))
-            error_parts.add(ErrorParts(state.errors, leaves, rules.arrange, axis, *halves(rules)))
         return state
 
     def step(phase: Phase) -> UpdateFn:
@@ -387,7 +376,11 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     """Return how a state moves to another number of ranks. paths: of the leaves where the inner sees a tree of them."""
     axis, plan = str(rules.axis), partial(rules.arrange, leaves)
     numbers = [str(b) for b in range(len(state.master))]
-    errors = errors_reshape(leaves, axis, plan, *halves(rules))
+    (there,) = hops(axis, rules.codec, rules.feedback)
+    back = there
+    if rules.momentum is None:
+        (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
+    errors = errors_reshape(leaves, axis, plan, there, back)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
         (lambda s: (s.master, s.momentum, s.rested), shards_reshape(axis, plan, numbers)),
@@ -400,15 +393,6 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
         return fresh._replace(inner=inner, master=master, momentum=momentum, rested=rested, errors=errors)
 
     return in_parts(parts, together)
-
-
-def halves(rules: Rules) -> tuple[Hop, Hop]:
-    """Return how gradients travel to the shards of one axis, and what these travel back in."""
-    (there,) = hops(rules.axis, rules.codec, rules.feedback)
-    if rules.momentum is not None:
-        return there, there
-    (back,) = hops(rules.axis, rules.gather or identity(), rules.gather_feedback)
-    return there, back
 
 
 def started(

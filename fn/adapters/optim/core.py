@@ -40,7 +40,6 @@ from fn.inplace.memory import aside, check_apart, copy_into, copy_plan, move
 from fn.inplace.protocol import InPlace, Staged, on_host, wait_for_flags
 from fn.kernels import flags
 from fn.schedules import Schedule, phase_of
-from fn.transforms.resharding import ErrorParts
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -60,7 +59,6 @@ class Unit:
     names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
     belongs to, or None; [] until somebody asks. parts: of each leaf, if it is a vector with parts of several, the
     number of each and what finds its part. divided: the numbers of the parameters that each state of shards divides.
-    sent: of residual errors the number of their state, what finds the parts of tensors, and the numbers of these.
     """
 
     transform: Transform
@@ -75,7 +73,6 @@ class Unit:
     places: list[int | None] = field(default_factory=list)
     parts: list[list[tuple[int, Callable[[Tensor], Tensor]]]] = field(default_factory=list)
     divided: list[list[int]] = field(default_factory=list)
-    sent: list[tuple[int, ErrorParts, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.given:

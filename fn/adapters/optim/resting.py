@@ -16,10 +16,7 @@ from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit
 from fn.adapters.optim.shards import pieces
 from fn.collectives.axis import alone
-from fn.collectives.compressed import ErrorFeedbackState
-from fn.inplace.memory import copy_plan
 from fn.roles import SHARD
-from fn.transforms.resharding import error_parts
 from fn.transforms.sharded import divisions
 
 Tree = Any
@@ -55,10 +52,6 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
                 found.append((ages, [rests[i] for i in members], rested))
         counts = [(rested, stay, ages, torch.stack(ages)) for ages, stay, rested in found if any(stay)]
     numbers = [find(x).detach().clone() for x, find in kept]
-    places_of(core, unit)
-    # What codes deliver of it now is not taken, so it stays owed.
-    owed = [(k, note, of, tree.map(torch.clone, errors_in(unit.state)[k]))
-            for k, note, of in unit.sent if any(rests[i] for i in of)]  # fmt: skip
 
     def put_back() -> None:
         for (x, find), before in zip(kept, numbers, strict=True):
@@ -68,10 +61,6 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
             steps = (torch.stack(ages) - before).amin()  # (2,) -> ()
             for count, stays in zip(rested, stay, strict=True):
                 count.add_(steps * stays)  # all are written: whoever has read one of them reads all anew
-        for k, note, of, before in owed:
-            after, members = errors_in(unit.state)[k], pieces(unit.members)
-            leaves = [members[i].detach() for i in of]
-            copy_plan(after, note.kept(before, after, [rests[i] for i in of], leaves))()
 
     return put_back
 
@@ -107,13 +96,8 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
         members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.tree_of([[next(members) for _ in group["params"]] for group in unit.groups])
         number = {shape: i for i, shape in enumerate(shapes)}
-        with alone(core.binding.axes), divisions.collected() as notes, error_parts.collected() as sent:
+        with alone(core.binding.axes), divisions.collected() as notes:
             made = unit.transform.init(stand_ins)
-        for k, errors in enumerate(errors_in(made)):
-            for note in (note for note in sent if note.state is errors):
-                found = [number[x.shape] for x in note.leaves if x.shape in number]
-                if len(found) == len(note.leaves):
-                    unit.sent.append((k, note, found))
         state, real = tree.by_path(made), [x.shape for x in pieces(params)]
         for path, x in tree.by_path(unit.state).items():
             i = number.get(tuple(state[path].shape)) if path in state else None
@@ -129,11 +113,6 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
                     of_leaves.setdefault(id(x), []).append((found[i], find))
         unit.parts = [of_leaves.get(id(x), []) for x in tree.leaves(unit.state)]
     return unit.places
-
-
-def errors_in(state: Tree) -> list[ErrorFeedbackState]:
-    """Return the states that hold residual errors, outermost first."""
-    return [node for node in tree.named_tuples(state) if isinstance(node, ErrorFeedbackState)]
 
 
 def shards_in(state: Tree) -> list[Any]:
