@@ -39,6 +39,7 @@ from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, wait_for_flags
 from fn.kernels import flags
 from fn.schedules import Schedule, phase_of
+from fn.transforms.residuals import Residuals
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -58,6 +59,7 @@ class Unit:
     names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
     belongs to, or None; [] until somebody asks. parts: of each leaf, if it is a vector with parts of several, the
     number of each and what finds its part. divided: the numbers of the parameters that each state of shards divides.
+    residuals: (which `ErrorFeedbackState` of the state, how it is laid out, the numbers of its parameters).
     """
 
     transform: Transform
@@ -72,6 +74,7 @@ class Unit:
     places: list[int | None] = field(default_factory=list)
     parts: list[list[tuple[int, Callable[[Tensor], Tensor]]]] = field(default_factory=list)
     divided: list[list[int]] = field(default_factory=list)
+    residuals: list[tuple[int, Residuals, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.given:
