@@ -486,7 +486,7 @@ def where_rests(rests: Tensor, before: Tree, after: Tree, codec: Codec, feedback
         # Of each run its number and its length -> the length of each block -> of each element its block, (R n,)
         numbers, lengths = torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
         lengths = lengths.repeat_interleave(numbers).repeat(counts.shape[0])
-        owners = torch.arange(lengths.shape[0], device=device).repeat_interleave(lengths)
+        owners = torch.arange(lengths.shape[0], dtype=torch.int64, device=device).repeat_interleave(lengths)
         flat = after.scales.reshape(-1)
         codes = torch.where(rests, before.codes, after.codes)
         scales = torch.where(rests, before.scales.reshape(-1)[owners], flat[owners])

@@ -43,7 +43,7 @@ class Residuals(NamedTuple):
         workers, servers = [], []
         for bucket, *several in zip(self.arrange(leaves), *before, *after, strict=True):
             e_before, d_before, e, d = (split_errors(error, self.axis) for error in several)
-            marks = [torch.tensor(rests[i], device=leaves[i].device) for i in bucket.leaf_indices]
+            marks = [torch.tensor(rests[i], dtype=torch.bool, device=leaves[i].device) for i in bucket.leaf_indices]
             rest = layouts.spread(marks, bucket).reshape(-1)  # (W, n / W) -> (n,)
             cuts = levels(bucket.segments, self.axis, servers=self.servers)
             for i, (there, back, cut) in enumerate(zip(self.worker, self.server, cuts, strict=True)):
