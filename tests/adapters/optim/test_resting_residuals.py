@@ -144,3 +144,19 @@ def test_nothing_is_lost_of_what_rests_nor_of_what_lies_beside_it(feedback, layo
     make = partial(sgd, axis="data", codec=fn.top_k(1), feedback=kept, layout=layout, servers=servers)
     for params, right in run(2, delivered, make, torch.float64, DATA):
         torch.testing.assert_close([*params], [*right], rtol=0, atol=tolerance)
+
+
+def messages(make: Callable[..., fn.Transform]) -> list[dict[tuple[str, str], Any]]:
+    """Return what each of three steps sends; in the second one a tensor rests."""
+    opt, sent = optimizer(make, DATA, torch.float32, 0), []
+    for t in range(3):
+        with fn.ledger() as ledger:
+            steps_of(opt, [t], {1})
+        sent.append(dict(ledger.sent))
+    return sent
+
+
+def test_a_rest_sends_nothing_more():
+    for first, resting, last in run(2, messages, BY_TENSOR["int4, a damped error"][1]):
+        assert first
+        assert resting == last
