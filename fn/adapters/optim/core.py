@@ -40,6 +40,7 @@ from fn.inplace.memory import aside, check_apart, copy_into, copy_plan, move
 from fn.inplace.protocol import InPlace, Staged, on_host, wait_for_flags
 from fn.kernels import flags
 from fn.schedules import Schedule, phase_of
+from fn.transforms.residuals import Residuals
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -59,6 +60,7 @@ class Unit:
     names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
     belongs to, or None; [] until somebody asks. parts: of each leaf, if it is a vector with parts of several, the
     number of each and what finds its part. divided: the numbers of the parameters that each state of shards divides.
+    residuals: (which `ErrorFeedbackState` of the state, how it is laid out, the numbers of its parameters).
     """
 
     transform: Transform
@@ -73,6 +75,7 @@ class Unit:
     places: list[int | None] = field(default_factory=list)
     parts: list[list[tuple[int, Callable[[Tensor], Tensor]]]] = field(default_factory=list)
     divided: list[list[int]] = field(default_factory=list)
+    residuals: list[tuple[int, Residuals, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.given:

@@ -398,8 +398,11 @@ class Optimizer(Core):
         of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead", "log"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
-        # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
-        return {**kept, "units": [replace(unit, transform=None) for unit in self.units]}  # type: ignore[arg-type]
+        # A transform closes over the learning rates of this optimizer; the copy makes one over its own, and finds anew
+        # which parts of its state belong to which parameters.
+        nothing_found: dict[str, Any] = {name: [] for name in ("places", "parts", "divided", "residuals")}
+        units = [replace(unit, transform=None, **nothing_found) for unit in self.units]  # type: ignore[arg-type]
+        return {**kept, "units": units}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, with transforms, learning rates and default hooks of its own."""
