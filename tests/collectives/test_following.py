@@ -25,7 +25,8 @@ def on(make, **more):
 
 
 def int4_adamw(lr, axis):
-    return fn.chain(fn.compressed_average(axis, fn.int4(), fn.damped()), fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+    mean = fn.compressed_average(axis, fn.int4(), fn.damped())
+    return fn.chain(mean, fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
 
 
 def late_adamw(lr, axis):
@@ -75,7 +76,8 @@ def registered_axis():
         dist.all_reduce(x, group=group)
         return x
 
-    return Binding({"data": Axis(size, torch.tensor(dist.get_rank()), register("a table", Transport(swap, gather, add)))})
+    name = register("a table", Transport(swap, gather, add))
+    return Binding({"data": Axis(size, torch.tensor(dist.get_rank()), name)})
 
 
 def bound(carrier):
