@@ -1,6 +1,6 @@
 """Is a step as fast as it was? Processor time of `fn.Optimizer`'s steps, divided by that of an older commit.
 
-    python benchmarks/against.py 61da050 --json benchmarks/results/against.json
+    python benchmarks/against.py 405f67f0 --json benchmarks/results/against.json
 
 Ten times a process of either commit is started, both on one core. They take turns, step by step, and the median of the
 steps' ratios is the figure of these two processes: where memory lies, and so what it costs, is another in every one.
@@ -156,7 +156,7 @@ def main() -> None:
         serve()
         return
     if args.commit is None:
-        parser.error("name the commit to compare with, such as 61da050")
+        parser.error("name the commit to compare with, such as 405f67f0")
     from tqdm import trange
 
     from benchmarks.measure import about, commit, write

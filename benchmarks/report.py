@@ -81,7 +81,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         "-m benchmarks.first_hour", first_hour.table, "--only muon lion_vote --tasks 'moved digits' --seeds 2"
     ),
     "step": Measurement(f"{STEPS}step --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
-    "against": Measurement("benchmarks/against.py 61da050", against.table, "--pairs 1 --rounds 1"),
+    "against": Measurement("benchmarks/against.py 405f67f0", against.table, "--pairs 1 --rounds 1"),
     "ranks_step": Measurement(f"{STEPS}ranks_step", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
     "sharded": Measurement(f"{STEPS}sharded", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
     "kernels": Measurement(f"{STEPS}kernels", kernels.table, "--n 65536 --rounds 1 --no-inductor"),

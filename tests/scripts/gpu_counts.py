@@ -39,8 +39,9 @@ from fn.adapters.optim.hooks import agree
 from fn.collectives import agreement, primitives
 from fn.collectives import owners as collectives_owners
 from fn.collectives.carriers import Carrier
-from fn.inplace import match
+from fn.inplace import outer as in_place_outer
 from fn.inplace import sharded as sharded_in_place
+from fn.inplace import zero_one_adam
 from fn.kernels import foreach, known_answers, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
@@ -315,7 +316,8 @@ def pretend() -> None:
                           (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
-    match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state, which read as 0.5 here
+    # Counts of a state are numbers, too, which read as 0.5 here.
+    vars(zero_one_adam)["check_synchronised"] = vars(in_place_outer)["check_alike"] = lambda count: None
     made = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:

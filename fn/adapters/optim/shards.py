@@ -198,7 +198,9 @@ def squared_norm(grads: Tree, params: Sequence[Sequence[Tensor]]) -> Tensor:
     for axis, places in sorted(tree.places_by(axes).items()):  # in one order on all ranks, for they send
         square = squared_norms([leaves[i] for i in places]).sum()
         total.append(psum(square, axis) if axis else square)
-    return torch.stack([x.to(total[0].device) for x in total]).sum() if total else torch.zeros((), dtype=torch.float32)
+    if not total:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return torch.stack([x.to(total[0].device) for x in total]).sum()
 
 
 def check_divided(transform: Transform, params: Sequence[Tensor]) -> None:
