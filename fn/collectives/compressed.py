@@ -35,8 +35,8 @@ from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
-from fn.collectives.following import shared
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
+from fn.collectives.following import shared
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.collectives.simulation import replicated_if_equal

@@ -78,7 +78,10 @@ def gather(payload: Tree, axis: str, alike: axes.AxisNames = ()) -> Tree:
     """
     size = axes.axis_size(axis)
     return shared(
-        "gather", alike or axis, lambda: codes_like(payload, size), lambda: _carry(payload, axis, "gather", "all_gather")
+        "gather",
+        alike or axis,
+        lambda: codes_like(payload, size),
+        lambda: _carry(payload, axis, "gather", "all_gather"),
     )
 
 

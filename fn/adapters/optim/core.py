@@ -26,9 +26,9 @@ from fn import roles, tree
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces
 from fn.base import Exchange, Guarded, Phase, Round, Transform, UpdateFn, facts_of
+from fn.collectives import following
 from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
-from fn.collectives import following
 from fn.collectives.background import Background
 from fn.collectives.profiling import step_range
 from fn.collectives.transports.failure_detection import falling_silent, raising_peer_lost
