@@ -2,7 +2,8 @@
 
 `python -m fn table` says which kernels run here; `python -m fn plan` what to take on a network; `python -m fn explain`
 which steps of an optimizer are fast. `python -m fn lighthouse` and `python -m fn island` start what islands need that
-come and go; `python -m fn doctor` checks the machines and the way between them.
+come and go; `python -m fn doctor` checks the machines and the way between them. `python -m fn log` shows the log of a
+run.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ OPTIONAL = {
     "intel-extension-for-pytorch": ("XPU with torch 2.8; not needed later", "see the vendor's instructions"),
     "torch_npu": ("sign packing on Ascend NPUs", "see the vendor's instructions"),
     "mpi4py": ("ranks started by MPI", "pip install mpi4py"),
+    "safetensors": ("snapshots in the log of a run", "pip install safetensors"),
 }
 """Distributions that fn uses where they are installed: what for, and how to get them.
 
@@ -147,6 +149,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., object], Callable[..., object]]] = 
     "doctor": ("whether this machine, and another one, are fit for ranks",
                _later("fn.tools.doctor:add_arguments"),
                lambda *given: sys.exit(0 if _later("fn.tools.doctor:run")(*given) else 1)),
+    "log": ("what is in the log of a run", _later("fn.tools.log:add_arguments"), _later("fn.tools.log:run")),
 }  # fmt: skip
 """Name -> help, what declares the arguments, and what runs with the parser and the flags."""
 

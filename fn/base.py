@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -165,19 +165,14 @@ class UpdateFn(Protocol):
     its fields are what ranks compare. Where it keeps a closure, that is its field `run`. A rule may have more:
 
         name                        in messages; without it they take the name of the factory of `run`
-        check(state, read)          raises where a call would refuse the state. Kernels that take the step in place of
-                                    the call have to ask it, or would take in silence what the call refuses. read
-                                    moves a 0-d tensor to where the host can read its number
-        takes_out                   whether the call takes out=updates, and then writes over their memory
-        late(updates, state)        the step with the new state written later: see `fn.inplace.own_memory`
-        is_fresh                    whether it keeps nothing of the updates that it returns
-        mapped(f)                   the same step with f of each update inside of it
-        hands_down                  whether updates inside may leave their new states to be written later
-        together                    axes whose ranks leave out a step together: nothing may be written later then
+        tensorwise                  whether it takes each tensor by itself, and sends nothing, so that a step can be
+                                    written a chunk of tensors at a time: see `fn.inplace.head_and_body`. One with
+                                    updates inside of it hands them what it is given, calls those in its field `inner`
+                                    only, and adds nothing that is not tensor by tensor
+        branches(state, params)     the tensors that each update inside of it takes, where they take some each
         now                         whether it reads the params, or a rate, of the step that it is taken in, so that it
                                     cannot be taken beside the training
-        last                        whether params are moved by what it returns, as it is, so that it ends a chain
-        links, inner, update_of     the updates inside of it: a tuple of them, one, or a dict: see `rules_in`
+        inner                       the updates inside of it: one, a tuple of them, or a dict: see `rules_in`
     """
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -290,24 +285,19 @@ def chain(*links: Transform) -> Transform:
     return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange, links=links)
 
 
-@declare_rule(hands_down=True)
 class Chained(NamedTuple):
     """The update of a chain: those of its links, one after the other."""
 
-    links: tuple[UpdateFn, ...]
-
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the chain of what f makes of its links."""
-        return Chained(tuple(map(f, self.links)))
+    inner: tuple[UpdateFn, ...]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates of the last link, and the states of all."""
         check_state(state, tuple)
-        if len(state) != len(self.links):
-            wanted = f"an entry for each of the {len(self.links)} links, as init of the same chain returned"
+        if len(state) != len(self.inner):
+            wanted = f"an entry for each of the {len(self.inner)} links, as init of the same chain returned"
             raise ValueError(expected("state", wanted, f"{len(state)}"))
         after = []
-        for link, link_state in zip(self.links, state, strict=True):
+        for link, link_state in zip(self.inner, state, strict=True):
             if isinstance(updates, NewParams):
                 _check_hands_on(link)
             updates, link_state = link(updates, link_state, params)
@@ -325,7 +315,7 @@ def _hands_on(update: UpdateFn) -> bool:
     """Tell whether a link can follow one that returns `NewParams`: it does nothing, guards, or is a chain of such."""
     update = original(update)
     update = update.inner if isinstance(update, Guarded) else update
-    return update is unchanged or (isinstance(update, Chained) and all(map(_hands_on, update.links)))
+    return update is unchanged or (isinstance(update, Chained) and all(map(_hands_on, update.inner)))
 
 
 def combine(
@@ -423,25 +413,21 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
     return not isinstance(update_in(transform, phase), _Missing)
 
 
+@declare_rule(tensorwise=True)
 class Guarded(NamedTuple):
     """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
 
     inner: the update that is guarded. looks: whether its results are checked, as they are in all but local steps.
-    run: the guarded update. of: guards another update in the same way.
+    run: (the update inside, updates, state, params) -> what the guarded one returns.
     """
 
     inner: UpdateFn
     looks: bool
-    run: UpdateFn
-    of: Callable[[UpdateFn], UpdateFn]
+    run: Callable[[UpdateFn, Tree, Tree, Tree], tuple[Tree, Tree]]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the guarded update returns."""
-        return self.run(updates, state, params)
-
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the same step around what f makes of the update inside."""
-        return self.of(f(self.inner))
+        return self.run(self.inner, updates, state, params)
 
 
 class Link(NamedTuple):
@@ -459,7 +445,7 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     """Return the links of an update: chains inside of chains are flattened, links that do nothing are left out."""
     update = original(update)
     if isinstance(update, Chained):
-        return [link for i, inner in enumerate(update.links) for link in links_of(inner, (*path, i))]
+        return [link for i, inner in enumerate(update.inner) for link in links_of(inner, (*path, i))]
     return [] if update is unchanged else [Link(update, path)]
 
 
@@ -467,9 +453,24 @@ def rules_in(update: UpdateFn) -> Iterator[UpdateFn]:
     """Yield an update, and all those inside of it: of chains, guards and combinators."""
     update = original(update)
     yield update
-    inner = [update.inner] if hasattr(update, "inner") else []
-    for inside in (*getattr(update, "links", ()), *inner, *getattr(update, "update_of", {}).values()):
-        yield from rules_in(inside)
+    for one in inside(update):
+        yield from rules_in(one)
+
+
+def inside(update: Any) -> list[UpdateFn]:
+    """Return the updates inside of another one: of a chain, a guard or a combinator."""
+    inner: Any = getattr(update, "inner", ())
+    if callable(inner):  # a rule is a tuple, too
+        return [inner]
+    return [*(inner.values() if isinstance(inner, Mapping) else inner)]
+
+
+def with_inside(update: Any, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+    """Return the same rule around what f makes of each update inside of it."""
+    inner: Any = update.inner
+    new = f(inner) if callable(inner) else {key: f(one) for key, one in inner.items()}
+    made: UpdateFn = update._replace(inner=new)
+    return made
 
 
 def name_of(update: UpdateFn) -> str:
@@ -530,15 +531,13 @@ _ORDER = "the arguments of an update are (updates, state, params)"
 def check_state(state: Tree, kind: type) -> None:
     """Raise a TypeError that gives the order of the arguments if a state is of another class, such as the params.
 
-    Also if a field holds a Python number where a tensor belongs. Fields with the role "others" are states of other
-    links, which check them themselves.
+    Also if a field holds a Python number where a tensor belongs.
     """
     if not isinstance(state, kind):
         raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        others = roles.roles_of(state).others
-        for name in (name for name in state._fields if name not in others):
-            tree.check_tensors(getattr(state, name), f"state.{name}")
+        for name, value in zip(state._fields, state, strict=True):
+            tree.check_tensors(value, f"state.{name}")
 
 
 def check_arguments(updates: Tree, state: Tree, params: Tree, kind: type, like: str) -> tuple[Tree, Tree]:

@@ -28,7 +28,7 @@ class Facts(NamedTuple):
         element by element, so that it can be given pieces. An average in codes counts as element by element, too,
         although each piece then has scales of its own.
     silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
-    tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
+    tree: the names of its links that need all tensors, because they use a norm of the whole tree.
     unequal: whether what it averages differs between the ranks, as the mean of two of them does.
     shards: the names of the axes over whose ranks the tensors are divided that it is given. It brings whole tensors
         together there, so it can be given rows of them, and the ranks skip a step together.

@@ -1,7 +1,7 @@
 """The roles of a state's fields: its class declares them, and `find` finds fields by them, whatever their names.
 
-A class declares up to four things, each a property: `rank_local` names the fields that differ between ranks;
-`local_params` is True where the params differ, too; `agreed` returns the params that all ranks agree on then; `roles`
+A class declares up to three things, each a property: `rank_local` names the fields that differ between ranks;
+`local_params` says that the params differ, too: True, or a function that returns those that all ranks agree on; `roles`
 says which fields hold what an optimizer or a combinator looks for:
 
     >>> from typing import NamedTuple
@@ -43,12 +43,14 @@ class Roles(NamedTuple):
         `from_adamw` look for them.
     watched: what all ranks hold alike after an exchange, although params or updates differ between them; where a state
         has such fields, `fn.skip_nonfinite` checks only them.
-    shard: the number of this rank's shard and the number of shards, (2,) int64.
+    place: which part of the tensors a rank has. Named in `rank_local`, too: the number of its shard and the number of
+        shards, (2,) int64; all other rank-local fields are of that shard. The same on all ranks: the owner of each
+        tensor, (n,) int64; of rank-local fields an owner has whole tensors, and the others tensors without elements.
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet; also the sum
         of all that they have delivered.
     warmup_errors: residual errors that a warm-up reads, because it averages the gradients in codes.
-    counts: the number of steps behind the moments, 0-d int64; ages: how many updates the first moment and the second
-        one have had, 0-d int64 each, () where moments are not bias-corrected.
+    ages: how many updates the first moment and the second one have had, 0-d int64 each, () where moments are not
+        bias-corrected.
     rested: how many updates, of those that ages count, each tensor sat out: a tree like the first moment of 0-d int64.
     difference: the difference to the anchor, which a weight multiplies before it is sent; in the state of an average,
         0-d numbers that are 1 where it is noted, and are multiplied with it. One of 0 behind the mean says that this
@@ -57,8 +59,6 @@ class Roles(NamedTuple):
         those of the next one other memory.
     mean: the mean of such gradients over the ranks, exactly, as it has arrived.
     missing: whether what a mean brought was not finite, so that nothing of it stays, 0-d bool.
-    owned: what one rank has for all, tensors without elements elsewhere; plan: on which rank it is.
-    others: states of other links, which check their tensors themselves.
     """
 
     skips: tuple[str, ...] = ()
@@ -68,15 +68,11 @@ class Roles(NamedTuple):
     first_moment: tuple[str, ...] = ()
     second_moment: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
-    shard: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     difference: tuple[str, ...] = ()
     ages: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ()
-    owned: tuple[str, ...] = ()
-    plan: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
     warmup_errors: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
     mean: tuple[str, ...] = ()
@@ -139,12 +135,17 @@ def check_same_params(state: Tree, where: str = "") -> None:
 
 
 def agreed_of(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None] | None:
-    """Return what the class of a state, a NamedTuple, declares as `agreed`; None if it declares nothing.
+    """Return the function that the class of a state, a NamedTuple, declares as `local_params`; None if it is none.
 
-    That is a function (state, params) -> the params that all ranks agree on, or None where that is what they have.
+    It is (state, params) -> the params that all ranks agree on, or None where that is what they have.
     """
-    found: Callable[[Tree, list[Tensor]], list[Tensor] | None] | None = _declared(state, "agreed", None)
-    return found
+    found: Any = _declared(state, "local_params", False)
+    return found if callable(found) else None
+
+
+def is_shard(state: Tree) -> bool:
+    """Tell whether a state, a NamedTuple, has a shard of all tensors: its place differs between ranks."""
+    return bool(rank_local(state).intersection(roles_of(state).place))
 
 
 SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned", "plan"
@@ -163,13 +164,16 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     """
     if isinstance(states, tuple) and hasattr(states, "_fields"):
         declared, own = roles_of(states), ERROR
-        if mark == SHARD or declared.shard:
+        if declared.place and not is_shard(states):
+            own = OWNED
+        elif mark == SHARD or declared.place:
             # A field inside of a shard's state belongs to the shard, whatever the inner class says of itself.
             own = SHARD
         elif has_local_params(states):
             own = OWN
-        marks = {name: ERROR if name in declared.errors else own for name in rank_local(states)}
-        marks |= dict.fromkeys(declared.owned, OWNED) | dict.fromkeys(declared.plan, PLAN)
+        # Errors of owned tensors are owned as well.
+        marks = {name: ERROR if name in declared.errors and own != OWNED else own for name in rank_local(states)}
+        marks |= dict.fromkeys(declared.place, PLAN) if own == OWNED else {}
         fields = zip(states._fields, states, strict=True)
         return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))
     if isinstance(states, tuple | list | dict):
@@ -195,8 +199,7 @@ def check(state: Tree) -> None:
 def declare(
     *,
     rank_local: Iterable[str] = (),
-    local_params: bool = False,
-    agreed: Callable[[Any, list[Tensor]], list[Tensor] | None] | None = None,
+    local_params: bool | Callable[[Any, list[Tensor]], list[Tensor] | None] = False,
     **fields_by_role: tuple[str, ...],
 ) -> Callable[[C], C]:
     """Return a decorator that declares what the fields of a state's class are, as properties of it.
@@ -216,7 +219,6 @@ def declare(
     given = {
         "rank_local": rank_local if isinstance(rank_local, str) else frozenset(rank_local),  # `check` refuses a string
         "local_params": local_params,
-        "agreed": agreed,
         "roles": Roles(**fields_by_role) if fields_by_role else None,
     }
     declared = {name: value for name, value in given.items() if value}

@@ -154,8 +154,9 @@ def check_tensors(tree: Tree, argument: str) -> None:
         return
     for path, leaf in zip(paths(tree), leaves(tree), strict=True):
         if not isinstance(leaf, Tensor):
-            wanted = f"leaf {path or 'the root'!r} to be a tensor, as init made it"
-            raise TypeError(expected(argument, wanted, type(leaf).__name__))
+            cure = "use torch.zeros((), dtype=torch.int64) for a count"
+            wanted = f"leaf {path or 'the root'!r} to be a tensor"
+            raise TypeError(expected(argument, wanted, type(leaf).__name__, cure))
 
 
 def _only_tensors(tree: Tree) -> bool:

@@ -33,8 +33,8 @@ LONG = 600
 """Lines beyond which a file is worth a look."""
 
 APART = (
-    "fn/contrib/", "fn/planner/", "fn/testing/", "fn/tools/", "fn/adapters/deepspeed/", "fn/adapters/torchft/",
-    "fn/adapters/trainers/", "fn/__main__.py",
+    "fn/contrib/", "fn/planner/", "fn/testing/", "fn/tools/", "fn/adapters/deepspeed/", "fn/adapters/follow/",
+    "fn/adapters/torchft/", "fn/adapters/trainers/", "fn/__main__.py",
 )  # fmt: skip
 """What is not of the core."""
 

@@ -9,7 +9,6 @@ from unittest import mock
 
 import fn
 from fn.adapters.optim import core
-from fn.inplace.protocol import InPlace
 
 
 @contextmanager
@@ -37,4 +36,4 @@ def listed() -> Iterator[list[bool]]:
 def stage_purely(opt: fn.Optimizer, wrap: Callable[[Any], Any] = lambda update: update) -> None:
     """Let an optimizer take the steps of its current phase purely. Args: wrap: what is made of their updates."""
     updates = core.updates_of(opt, opt.next_phase)
-    updates[:] = [wrap(update.pure if isinstance(update, InPlace) else update) for update in updates]
+    updates[:] = [core.way_of(wrap(update.pure)) for update in updates]

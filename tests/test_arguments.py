@@ -213,6 +213,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.contrib.sparta": lambda: AXIS,
     "fn.adapters.agreed_params": lambda: {"optimizer": optimizer()},
     "fn.adapters.from_adamw": lambda: {"adamw": stepped(), "optimizer": optimizer()},
+    "fn.adapters.from_muon": lambda: {"muon": stepped(), "optimizer": optimizer()},
     "fn.adapters.checkpoint.gather": lambda: {"optimizer": optimizer()},
     "fn.adapters.checkpoint.load": lambda: {"folder": "nowhere", "optimizer": optimizer()},
     "fn.adapters.checkpoint.save": lambda: {"folder": "/dev/null/x", "optimizer": optimizer()},
@@ -324,6 +325,7 @@ NOT_CALLED = {
 FAILS_LATER = {
     "fn.contrib.primal_params": ValueError,  # a state of primal_average
     "fn.adapters.from_adamw": ValueError,  # params of another model
+    "fn.adapters.from_muon": ValueError,  # AdamW's state
     "fn.adapters.checkpoint.load": FileNotFoundError,
     "fn.adapters.checkpoint.save": OSError,
     "fn.adapters.ddp.average_gradients": AttributeError,  # a stand-in of DDP

@@ -244,4 +244,4 @@ def test_a_chain_has_its_links_and_a_guard_hands_them_on():
 
 def test_links_that_stay_in_the_warm_up_are_the_links_of_a_chain_that_does():
     tx = fn.unfrozen(fn.chain(fn.average("data"), fn.scale_by_adam()))
-    assert [link.compressed_update for link in tx.links] == [*tx.warmup_update.links]
+    assert [link.compressed_update for link in tx.links] == [*tx.warmup_update.inner]

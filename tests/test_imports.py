@@ -47,8 +47,8 @@ FLOORS = {
     "fn.contrib": 8,
 }
 APART = (
-    "fn.contrib", "fn.planner", "fn.testing", "fn.tools", "fn.adapters.deepspeed", "fn.adapters.torchft",
-    "fn.adapters.trainers",
+    "fn.contrib", "fn.planner", "fn.testing", "fn.tools", "fn.adapters.deepspeed", "fn.adapters.follow",
+    "fn.adapters.torchft", "fn.adapters.trainers",
 )  # fmt: skip
 """Packages that may be deleted: nothing outside of them imports them, but the command line, which has commands of some;
 `fn.tools` is part of it. The planner finds `fn.contrib` by its name, where it is asked to."""
@@ -67,6 +67,7 @@ OPTIONAL = (
     "accelerate",
     "lightning",
     "intel_extension_for_pytorch",
+    "safetensors",
 )
 
 

@@ -245,35 +245,42 @@ def test_the_library_looks_for_no_field_by_its_name():
 def test_a_declaration_leaves_alone_what_it_does_not_name():
     class Written(NamedTuple):
         mu: torch.Tensor
-        agreed: torch.Tensor  # a field, and no declaration
+        local_params: torch.Tensor  # a field, and no declaration
 
         @property
         def rank_local(self) -> frozenset[str]:
             return frozenset({"mu"})
 
     state: Any = roles.declare(first_moment=("mu",))(Written)(torch.zeros(1), torch.ones(1))
-    assert state.agreed is state[1]
+    assert state.local_params is state[1]
     assert roles.agreed_of(state) is None
+    assert not roles.has_local_params(state)
     assert roles.rank_local(state) == {"mu"}
     assert roles.roles_of(state).first_moment == ("mu",)
 
-    @roles.declare(local_params=True)
-    class Inheriting(Written):
+    class Plain(NamedTuple):
+        mu: torch.Tensor
+        rank_local = ("mu",)
+
+    @roles.declare(local_params=lambda state, params: [state.mu])
+    class Inheriting(Plain):
         pass
 
-    heir: Any = Inheriting(torch.zeros(1), torch.ones(1))
+    heir: Any = Inheriting(torch.zeros(1))
+    agreed = roles.agreed_of(heir)
     assert roles.has_local_params(heir)
+    assert agreed is not None
+    assert agreed(heir, []) == [heir.mu]
     assert roles.rank_local(heir) == {"mu"}
-    assert not roles.has_local_params(state)
 
 
 def test_a_declaration_that_would_hide_a_field_or_is_a_string_is_refused():
     class Counted(NamedTuple):
         mu: torch.Tensor
-        agreed: torch.Tensor
+        local_params: torch.Tensor
 
-    with pytest.raises(ValueError, match=r"^Counted: expected to have no field 'agreed'"):
-        roles.declare(agreed=lambda state, params: params)(Counted)
+    with pytest.raises(ValueError, match=r"^Counted: expected to have no field 'local_params'"):
+        roles.declare(local_params=lambda state, params: params)(Counted)
     state: Any = roles.declare(rank_local="mu")(Counted)(torch.zeros(1), torch.zeros(1))
     with pytest.raises(TypeError, match=r"^expected Counted.rank_local to be a set or tuple .* the string 'mu'"):
         roles.check(state)

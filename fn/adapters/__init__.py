@@ -2,5 +2,6 @@
 
 from fn.adapters.agreed_params import agreed_params
 from fn.adapters.from_adamw import from_adamw
+from fn.adapters.from_muon import from_muon
 
-__all__ = ["agreed_params", "from_adamw"]
+__all__ = ["agreed_params", "from_adamw", "from_muon"]

@@ -21,9 +21,11 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.arguments import checked
 
 Tree = Any
+Writes = list[tuple[Tensor, Tensor]]
+"""Pairs, (tensor of a param group's state, its new numbers)."""
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     """The state of a parameter in AdamW: steps, first and second moment, and the decay rates of its group."""
 
     step: float
@@ -37,9 +39,9 @@ class _Moments(NamedTuple):
 def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     """Copy moments and step counts of a `torch.optim.AdamW` into an optimizer over the same parameters.
 
-    `steps`, which schedules count, become AdamW's, and the state is what it would be after as many warm-up steps with
-    the same averaged gradients. Learning rates and other hyper-parameters stay the optimizer's own. On several ranks
-    all call it, each with its AdamW of the same numbers, as under DDP.
+    `steps`, which schedules count, become AdamW's, and moments and their ages are what they would be after as many
+    warm-up steps with the same averaged gradients. Learning rates and other hyper-parameters stay the optimizer's own.
+    On several ranks all call it, each with its AdamW of the same numbers, as under DDP.
 
     Args: adamw: `torch.optim.AdamW` or `Adam`; parameters are found by identity, whatever their groups. A parameter
         without state there, one that never had a gradient, has moments of zero. optimizer: between two steps; of
@@ -59,26 +61,31 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     >>> opt.steps, fn.roles.find(opt.states, "first_moment")[0][0]         # the average of the gradients
     (2, tensor([ 1., -2.]))
     """
-    moments_of = _moments_of(adamw)
+    of_params = moments_of(adamw)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = sum(1 for key in moments_of if key not in known)
+    missing = sum(1 for key in of_params if key not in known)
     if missing:
         raise ValueError(
-            f"expected adamw to have the parameters of the optimizer, but {missing} of its {len(moments_of)} with "
+            f"expected adamw to have the parameters of the optimizer, but {missing} of its {len(of_params)} with "
             f"moments are no parameters of it; make both over the same model"
         )
-    steps = max(moments.step for moments in moments_of.values())
-    writes: list[tuple[Tensor, Tensor]] = []
+    steps = max(moments.step for moments in of_params.values())
+    writes: Writes = []
     for g, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
-        writes += _writes(g, group["params"], state, moments_of, steps)
-    # All of `_writes` has run by now: nothing is changed where a later param group is refused.
-    with torch.no_grad():
-        for into, value in writes:
-            into.copy_(value)
+        writes += writes_of_moments(g, group["params"], state, of_params, steps)
+    # All groups have been checked by now: nothing is changed where a later one is refused.
+    write(writes)
     optimizer.steps = int(steps)
 
 
-def _moments_of(adamw: Any) -> dict[int, _Moments]:
+def write(writes: Writes) -> None:
+    """Copy the second tensor of each pair into the first."""
+    with torch.no_grad():
+        for into, value in writes:
+            into.copy_(value)
+
+
+def moments_of(adamw: Any) -> dict[int, Moments]:
     """Return the moments in AdamW by the identity of parameters. Raises: as `from_adamw`."""
     if not isinstance(adamw, torch.optim.AdamW | torch.optim.Adam):
         raise TypeError(f"expected adamw to be a torch.optim.AdamW, but got {type(adamw).__name__}")
@@ -90,25 +97,29 @@ def _moments_of(adamw: Any) -> dict[int, _Moments]:
         b1, b2 = (float(b) for b in group["betas"])
         for p in group["params"]:
             if (kept := adamw.state.get(p)) and float(kept["step"]):
-                moments[id(p)] = _Moments(float(kept["step"]), kept["exp_avg"], kept["exp_avg_sq"], b1, b2)
+                moments[id(p)] = Moments(float(kept["step"]), kept["exp_avg"], kept["exp_avg_sq"], b1, b2)
     if not moments:
         raise ValueError("expected adamw to have taken a step, but its state is empty; there is nothing to take over")
     return moments
 
 
-def _writes(
-    g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, _Moments], steps: float
-) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs, (tensor of a param group's state, its new numbers). Raises: as `from_adamw`."""
+def writes_of_moments(
+    g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, Moments], steps: float
+) -> Writes:
+    """Return what takes over the moments of these parameters of param group g. Raises: as `from_adamw`."""
     firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
-    counts, ages = roles.find(state, "counts"), roles.find(state, "ages")
-    fits = [*map(len, (firsts, seconds, counts, ages))] == [1, 1, 1, 1]
+    ages = roles.find(state, "ages")
+    # Each rank's own first moment belongs to params of its own, as in 0/1 Adam.
+    nodes = tree.named_tuples(state)
+    is_own = any(roles.rank_local(node).intersection(roles.roles_of(node).first_moment) for node in nodes)
+    fits = not is_own and [*map(len, (firsts, seconds, ages))] == [1, 1, 1]
     pairs = [tree.leaves(moments) for moments in (*firsts, *seconds)] if fits else []
     if not fits or any([x.shape for x in leaves] != [p.shape for p in params] for leaves in pairs):
         raise ValueError(
             f"expected the state of param group {g} to hold one mu, nu and age of each over all parameters, as that "
             f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(firsts)} first moments and {len(ages)} "
-            f"pairs of ages, or parts of tensors; run a warm-up instead, in which its moments build up"
+            f"pairs of ages, or parts of tensors, or each rank's own; run a warm-up instead, in which its "
+            f"moments build up"
         )
     some = [moments_of[id(p)] for p in params if id(p) in moments_of]
     if not some:
@@ -119,7 +130,7 @@ def _writes(
     def whole(number: float) -> Tensor:
         return torch.tensor(int(number), dtype=torch.int64, device="cpu")
 
-    writes = [(x, whole(steps)) for x in (counts[0], *ages[0])]
+    writes: Writes = [(x, whole(steps)) for x in ages[0]]
     taken = [moments_of[id(p)].step if id(p) in moments_of else 0.0 for p in params]
     rested = tree.leaves(roles.find(state, "rested"))
     writes += [(x, whole(steps - own).expand(x.shape)) for x, own in zip(rested, taken, strict=bool(rested))]

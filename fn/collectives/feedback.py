@@ -464,3 +464,37 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
         # Of the vector nothing was delivered, so all of it is saved, in the form of the store.
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
     raise TypeError(expected("error", "a vector, a LazyError or a DampedError", type(like).__name__))
+
+
+def where_rests(rests: Tensor, before: Tree, after: Tree, codec: Codec, feedback: Feedback, segments: Segments) -> Tree:
+    """Return an error with the numbers of `before` where something rests, and those of `after` elsewhere.
+
+    In 8 bits a block in which only some of it rests takes the larger of both scales: what had the smaller one is
+    rounded once more. Counts go on, and so do forms of other feedbacks than those of this module.
+
+    Args: rests: (R * n,) bool. before, after: errors of R rows of `segments`, made with the codec and the feedback.
+    """
+    if isinstance(after, LazyError):
+        like = torch.zeros_like(after.buffer).view(segments.valid.shape[0], -1)
+        old, new = settle(codec, feedback, before, like), settle(codec, feedback, after, like)
+        return LazyError(torch.where(rests, old, new), torch.zeros_like(after.scale))
+    if isinstance(after, DampedError | StoredError):
+        valid, device = segments.valid, after.codes.device
+        whole = after.scales.ndim == 1  # blocks of the vector, which do not know where tensors end
+        valid = valid.new_full((1, 1), rests.shape[0]) if whole else valid
+        counts, runs = tile((rests.shape[0],) if whole else segments.widths, valid, feedback.rule.block)
+        # Of each run its number and its length -> the length of each block -> of each element its block, (R n,)
+        numbers, lengths = torch.tensor(runs, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+        lengths = lengths.repeat_interleave(numbers).repeat(counts.shape[0])
+        owners = torch.arange(lengths.shape[0], dtype=torch.int64, device=device).repeat_interleave(lengths)
+        flat = after.scales.reshape(-1)
+        codes = torch.where(rests, before.codes, after.codes)
+        scales = torch.where(rests, before.scales.reshape(-1)[owners], flat[owners])
+        # Of numbers that are not 0: the first scales, of zeros, are larger than others ever are.
+        largest = torch.zeros_like(flat).scatter_reduce(0, owners, scales * (codes != 0), "amax")
+        largest = torch.where(largest > 0, largest, flat)
+        rounded = torch.where(codes != 0, codes * (scales / largest[owners]), 0.0).round().to(torch.int8)
+        return after._replace(codes=rounded, scales=largest.view_as(after.scales))
+    if isinstance(after, Tensor) and after.shape == rests.shape:
+        return torch.where(rests, before, after)
+    return after

@@ -150,8 +150,8 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
 
     Args: kind: what it is, whatever carries it. axis: over which the result is alike on all ranks. like: returns a tree
         of the result's shapes, dtypes and devices.
-    Raises: RuntimeError for traced code and simulated ranks while somebody follows; ValueError where the log has no
-        such result.
+    Raises: RuntimeError for traced code and simulated ranks while somebody follows; ValueError where the log has
+        another result.
     """
     place = _here.place
     if place is None:
@@ -310,7 +310,7 @@ def recorded(binding: Binding, sink: Callable[[int, list[Record]], Any]) -> Bind
     return _Entries(binding.axes, log, lambda step: log.open(()), lambda step: sink(step, log.take()))
 
 
-def replayed(sizes: Mapping[str, int], source: Callable[[int], Iterable[Record]]) -> Binding:
+def replayed(axes: Mapping[str, int], source: Callable[[int], Iterable[Record]]) -> Binding:
     """Return a binding in which nothing is sent: what all ranks get alike comes from a log, in a process of its own.
 
     The same steps inside it, with any gradients, leave the params that the recorded ranks had:
@@ -322,18 +322,18 @@ def replayed(sizes: Mapping[str, int], source: Callable[[int], Iterable[Record]]
     tensor([1.5000, 2.5000])
 
     Args:
-        sizes: name of an axis -> its number of ranks in the run that was recorded. This process counts as rank 0.
+        axes: name of an axis -> its number of ranks in the run that was recorded. This process counts as rank 0.
         source: step -> the records that `recorded` handed to its sink.
     Returns: a context manager; as for `recorded` an entry is a step.
-    Raises: TypeError or ValueError for sizes that are none. In an entry ValueError for a step that asks for other
+    Raises: TypeError or ValueError for axes that are none. In an entry ValueError for a step that asks for other
         records than those of the log, RuntimeError for `torch.compile` and `fn.simulate`.
 
     What ranks tell each other besides, such as what differs between them, is here as if all said what this one says.
     """
-    check_kind("sizes", sizes, Mapping, "a mapping from names of axes to numbers of ranks, such as {'data': 2}")
+    check_kind("axes", axes, Mapping, "a mapping from names of axes to numbers of ranks, such as {'data': 2}")
     _check_callable("source", source)
     log = Log(reads=True)
-    return _Entries(echoing(sizes).axes, log, lambda step: log.fill(source(step)), lambda step: log.check_read())
+    return _Entries(echoing(axes).axes, log, lambda step: log.fill(source(step)), lambda step: log.check_read())
 
 
 def _check_callable(name: str, f: Any) -> None:
@@ -355,7 +355,7 @@ def echoing(sizes: Mapping[str, int]) -> Binding:
     """Return a binding of so many ranks each, of which this is the first and all others say what it says."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
-            raise ValueError(expected("sizes", f"a number of ranks of {name!r}, at least 1", f"{size!r}"))
+            raise ValueError(expected("axes", f"a number of ranks of {name!r}, at least 1", f"{size!r}"))
     # Names of its own: threads that follow two runs do not wait for each other's messages.
     names = {name: f"{REPLAYED}{name} {next(_numbers)}" for name in sizes}
     return Binding(

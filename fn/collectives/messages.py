@@ -77,12 +77,8 @@ def gather(payload: Tree, axis: str, alike: axes.AxisNames = ()) -> Tree:
     Args: alike: the axes on whose ranks the result is the same, where these are more than one.
     """
     size = axes.axis_size(axis)
-    return shared(
-        "gather",
-        alike or axis,
-        lambda: codes_like(payload, size),
-        lambda: _carry(payload, axis, "gather", "all_gather"),
-    )
+    like, make = lambda: codes_like(payload, size), lambda: _carry(payload, axis, "gather", "all_gather")
+    return shared("gather", alike or axis, like, make)
 
 
 def codes_like(payload: Tree, size: int) -> Tree:

@@ -173,7 +173,7 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
 class OwnAnchorState(fn.OuterState):
     """State of `own_anchors`: anchors and outer states are each rank's own."""
 
-    agreed = None  # there is nothing that all ranks agree on
+    local_params = True  # there is nothing that all ranks agree on
 
 
 def own_anchors(
@@ -207,20 +207,18 @@ def own_anchors(
     whole = fn.chain(average, made._replace(init=lambda params: OwnAnchorState(*made.init(params))))
     guarded = fn.skip_nonfinite(whole)
 
-    def around(update: fn.UpdateFn) -> fn.UpdateFn:
-        def run(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
-            check_state(state, SkipState)
-            moves, inner_state = update(updates, state.inner, params)
-            return moves, state._replace(inner=inner_state)
-
-        return Guarded(update, False, run, around)
+    def run(update: fn.UpdateFn, updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+        check_state(state, SkipState)
+        moves, inner_state = update(updates, state.inner, params)
+        return moves, state._replace(inner=inner_state)
 
     assert whole.exchange is not None
     # Past the guard: what one pair sees the others do not, so that ranks would skip apart.
     unguarded = whole.exchange.at(0)  # 0: `inner` of the guard's state
     # What was hidden from `outer` is said again to whoever is outside.
     facts = facts_of(guarded)._replace(unequal=True)
-    return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded, facts=facts)
+    around = Guarded(whole.compressed_update, False, run)
+    return guarded._replace(compressed_update=around, exchange=unguarded, facts=facts)
 
 
 def no_loco(

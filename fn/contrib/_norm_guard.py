@@ -106,7 +106,6 @@ def median(norms: Tensor) -> Tensor:
     rank_local=("history", "norm", "weight", "out"),
     local_params=True,
     difference=("weight",),
-    others=("sync",),
 )
 class GuardState(NamedTuple):
     """State of `guarded`, of a fragment. All numbers are 0-d.

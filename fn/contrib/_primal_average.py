@@ -19,7 +19,7 @@ __all__ = ["primal_average", "primal_params"]
 Tree = Any
 
 
-@declare(copies=("fast",), others=("inner", "decay"))
+@declare(copies=("fast",))
 class PrimalAverageState(NamedTuple):
     """State of `primal_average`.
 

@@ -22,7 +22,7 @@ from fn.base import Guarded, Link, Phase, Transform, UpdateFn, has_phase, links_
 from fn.compiling import original
 from fn.errors import expected
 from fn.inplace.links import Descent, Head, MatchedChain, descent_of
-from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host
+from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
 Tree = Any
@@ -74,33 +74,7 @@ def in_place(update: UpdateFn) -> InPlace | str:
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
-    staged = matched(update, links, update.looks)
-    return staged if isinstance(staged, str) else staged._replace(stage=refusing(update, staged.stage))
-
-
-def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callable[[Tree, Tree, Tree], Any]:
-    """Let the steps of an update that are taken in place refuse the states that its links refuse.
-
-    They say so in `check`, see `fn.base.UpdateFn`. Nothing is communicated before.
-    """
-    checks = [(link, link.update.check) for link in _links_in(update) if hasattr(link.update, "check")]
-
-    def checked(updates: Tree, state: Tree, params: Tree) -> Any:
-        for link, check in checks:
-            check(link.state(state), on_host)
-        return run(updates, state, params)
-
-    return checked if checks else run
-
-
-def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
-    """Return the links of an update, guards opened."""
-    update = original(update)
-    if isinstance(update, Guarded):
-        return _links_in(update.inner, (*path, 0))  # 0: `inner` of the guard's state
-    links = links_of(update, path)
-    inside = [link for link in links if isinstance(original(link.update), Guarded)]
-    return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
+    return matched(update, links, update.looks)
 
 
 def matched(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:

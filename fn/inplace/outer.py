@@ -12,9 +12,9 @@ from fn.base import Guarded, links_of
 from fn.collectives.agreement import device_of, true_on_all
 from fn.inplace.links import MatchedChain
 from fn.inplace.match import matched, register
-from fn.inplace.protocol import InPlace, Staged
+from fn.inplace.protocol import InPlace, Staged, on_host
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
-from fn.transforms.outer_checks import narrows
+from fn.transforms.outer_checks import check_alike, narrows
 
 Tree = Any
 
@@ -29,6 +29,7 @@ def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
         own: OuterState = chain.link.state(state)
+        check_alike(on_host(own.alone))  # as the call would refuse it, before anything is sent
         anchor, leaves = tree.leaves(own.anchor), tree.leaves(params)
         if any(narrows(a.dtype, p.dtype) for a, p in zip(anchor, leaves, strict=True)):
             return None  # the anchor may overflow where the params do not, which only the pure step sees
@@ -41,6 +42,19 @@ def warmup(rule: OuterWarmup, chain: MatchedChain) -> InPlace | str:
             torch._foreach_copy_(anchor, [p.detach() for p in leaves])
 
         return step._replace(commit=commit)
+
+    return inner._replace(stage=stage)
+
+
+def plain_warmup(rule: PlainWarmup, chain: MatchedChain) -> InPlace | str:
+    """Return how a warm-up step without an anchor is staged."""
+    inner = as_inner(rule, chain)
+    if isinstance(inner, str):
+        return inner
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
+        check_alike(on_host(chain.link.state(state).alone))
+        return inner.stage(updates, state, params)
 
     return inner._replace(stage=stage)
 
@@ -89,5 +103,5 @@ def _alone(step: Staged, state: OuterState) -> Staged:
 
 
 register(OuterWarmup, warmup, last=BEHIND)
-register(PlainWarmup, as_inner, last=BEHIND)
+register(PlainWarmup, plain_warmup, last=BEHIND)
 register(OuterLocal, local, looks=False, last=BEHIND)

@@ -16,7 +16,14 @@ from fn.inplace.protocol import Eligibility, InPlace, Staged, on_host, write
 from fn.kernels.table import direct
 from fn.transforms.adam import FILLED
 from fn.transforms.flat_layout import Bucket
-from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep, ZeroOneAdam, ZeroOneAdamState
+from fn.transforms.zero_one_adam import (
+    LocalStep,
+    SynchronisingStep,
+    VarianceStep,
+    ZeroOneAdam,
+    ZeroOneAdamState,
+    check_synchronised,
+)
 
 Tree = Any
 
@@ -44,7 +51,15 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
 
         return Staged(bounded(largest_of(grads, moments.step)), commit, asked=asked)
 
-    return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
+    staged = staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
+    if isinstance(staged, str):
+        return staged
+
+    def checked(updates: Tree, state: Tree, params: Tree) -> Staged | None:
+        check_synchronised(on_host(chain.link.state(state).elapsed))  # as the call would, before anything is sent
+        return staged.stage(updates, state, params)
+
+    return staged._replace(stage=checked)
 
 
 def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:

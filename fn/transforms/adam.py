@@ -33,7 +33,7 @@ from fn.transforms.skip_nonfinite import nan_unless_finite
 Tree = Any
 
 
-@declare_rule(name="scale_by_adam", takes_out=True)
+@declare_rule(name="scale_by_adam", tensorwise=True)
 class Adam(NamedTuple):
     """The rule of `scale_by_adam`, and of a warm-up step of `scale_by_onebit_adam`.
 
@@ -46,8 +46,8 @@ class Adam(NamedTuple):
     corrected: bool = True
     awaits: bool = False
 
-    def __call__(self, updates: Tree, state: Moments, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Moments]:
-        """Return Adam's directions, and the next state. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Moments, params: Tree, /) -> tuple[Tree, Moments]:
+        """Return Adam's directions, and the next state."""
         check_state(state, OnebitAdamState if isinstance(state, OnebitAdamState) else AdamState)
         tree.check_updates(updates, state.mu)
         state = started(state) if self.awaits else state
@@ -56,7 +56,7 @@ class Adam(NamedTuple):
         mu = moving_average(state.mu, updates, self.b1, of_mu)
         nu = moving_average_of_squares(state.nu, updates, self.b2, of_nu)
         after = state._replace(step=state.step + 1, mu=mu, nu=nu, ages=ages)
-        return adam_direction(mu, nu, self.eps, out=out), after
+        return adam_direction(mu, nu, self.eps), after
 
 
 class OnebitAdam(NamedTuple):
@@ -79,9 +79,9 @@ class OnebitAdam(NamedTuple):
         return self.run(updates, state, params)
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), rested=("rested",))
+@declare(first_moment=("mu",), second_moment=("nu",), ages=("ages",), rested=("rested",))
 class AdamState(NamedTuple):
-    """step: updates made, 0-d int64. mu, nu: moments, like the params.
+    """step: updates that this link made, 0-d int64. mu, nu: moments, like the params.
 
     ages: how many updates mu and nu have had, 0-d int64 each; () without bias correction.
     rested: how many of these a tensor sat out, a tree like the params of 0-d int64; () where no tensor did, and without
@@ -95,9 +95,7 @@ class AdamState(NamedTuple):
     rested: Tree = ()
 
 
-@declare(
-    first_moment=("mu",), second_moment=("nu",), counts=("step",), ages=("ages",), rested=("rested",), others=("sync",)
-)
+@declare(first_moment=("mu",), second_moment=("nu",), ages=("ages",), rested=("rested",))
 class OnebitAdamState(NamedTuple):
     """As `AdamState`; nu and its age stay as they are after the warm-up. sync: the state of `sync`."""
 
@@ -426,15 +424,8 @@ def widest(moments: Tree) -> torch.dtype:
     return torch.float64 if any(m.dtype == torch.float64 for m in tree.leaves(moments)) else torch.float32
 
 
-def adam_direction(mu: Tree, nu: Tree, eps: float, max_step: float = math.inf, out: Tree | None = None) -> Tree:
-    """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0.
-
-    Args: out: what may be written over, where it has the dtypes of mu.
-    """
-    # Of another dtype it would round the direction, or have no room for it.
-    if out is not None and [x.dtype for x in tree.leaves(out)] != [m.dtype for m in tree.leaves(mu)]:
-        out = None
-
+def adam_direction(mu: Tree, nu: Tree, eps: float, max_step: float = math.inf) -> Tree:
+    """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0."""
     # With an eps of 0, or one that rounds to it, sqrt(nu) + eps may be zero, and the kernels have no case for 0 / 0.
     if not all(reference.steps.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
 
@@ -442,5 +433,5 @@ def adam_direction(mu: Tree, nu: Tree, eps: float, max_step: float = math.inf, o
             return reference.steps.clamped(reference.steps.over_root(m, v, eps), max_step)
 
         return tree.map(divide, mu, nu)
-    u = apply(rules.direction, (mu, nu), eps, out=out)
+    u = apply(rules.direction, (mu, nu), eps)
     return u if max_step == math.inf else apply(rules.clamped, (u,), max_step)

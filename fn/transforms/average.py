@@ -40,6 +40,7 @@ from fn.facts import Averages, Facts
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
+from fn.transforms.residuals import Residuals, residuals
 
 Tree = Any
 Errors = tuple[Tree, Tree]
@@ -52,7 +53,7 @@ class CodedAverageState(NamedTuple):
     gradient_errors: ErrorFeedbackState
 
 
-@declare_rule(name="average", is_fresh=True)
+@declare_rule(name="average")
 class Average(NamedTuple):
     """The rule of the warm-up of `average`, with its arguments."""
 
@@ -303,8 +304,10 @@ def _in_codes(
             worker.append(errors_of(zeros, segments, feedback)[0])
             server.append(errors_of(zeros, segments, server_feedback)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
+        way, way_back = hops(axis, codec, feedback), hops(axis, codec, server_feedback)
+        residuals.add(Residuals(state, leaves, arrange, axis, way, way_back, servers))
         if isinstance(axis, str):  # for checkpoints that are loaded on another number of ranks
-            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, server_feedback)
+            (hop,), (return_hop,) = way, way_back
 
             # Without servers every rank has the whole vector, one row whatever the number of ranks.
             def plan(world: int) -> list[layouts.Bucket]:

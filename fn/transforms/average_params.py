@@ -42,7 +42,6 @@ AVERAGED = tuple(
     dropped=("dropped",),
     left_out=("left_out",),
     watched=("fine",),
-    others=("inner", "sync"),
 )
 class AverageParamsState(NamedTuple):
     """State of `average_params`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,14 +54,22 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
     check_number("max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(expected("max_norm", "a number above 0", f"{max_norm}"))
+    return clip_by(max_norm, axis, squared_norm)
+
+
+def clip_by(max_norm: float, axis: AxisNames | None, square_of: Callable[[Tree], Tensor]) -> Transform:
+    """Return `clip_by_global_norm` with a sum of squares of its own, such as one over the shards of tensors.
+
+    Args: square_of: updates -> the sum of their squares, 0-d, in float32 or wider.
+    """
 
     def by_rank(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")
-        return scale(updates, squared_norm(updates)), state
+        return scale(updates, square_of(updates)), state
 
     def shared(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")
-        square = squared_norm(updates)
+        square = square_of(updates)
         return scale(updates, pmean(square, axis) if axis is not None else square), state
 
     def scale(updates: Tree, square: Tensor) -> Tree:

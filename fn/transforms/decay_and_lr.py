@@ -18,22 +18,22 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@declare_rule(name="add_decayed_weights", is_fresh=True, takes_out=True, now=True)
+@declare_rule(name="add_decayed_weights", tensorwise=True, now=True)
 class Decay(NamedTuple):
     """The rule u + weight_decay p."""
 
     weight_decay: float
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
-        """Return the updates with the decay added, and the state. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates with the decay added, and the state."""
         if self.weight_decay == 0:
             return updates, state
         check_params(params)
         tree.check_real(updates, "updates")
-        return apply(rules.decayed, (updates, params), self.weight_decay, out=out), state
+        return apply(rules.decayed, (updates, params), self.weight_decay), state
 
 
-@declare_rule(name="add_decayed_weights", now=True)
+@declare_rule(name="add_decayed_weights", tensorwise=True, now=True)
 class CautiousDecay(NamedTuple):
     """The rule u + weight_decay p where u p >= 0, and u elsewhere."""
 
@@ -47,16 +47,16 @@ class CautiousDecay(NamedTuple):
         return tree.map(lambda u, p: u + wd * torch.where(u * p >= 0, p, 0.0).to(u.dtype), updates, params), state
 
 
-@declare_rule(name="scale_by_learning_rate", is_fresh=True, takes_out=True, now=True)
+@declare_rule(name="scale_by_learning_rate", tensorwise=True, now=True)
 class Rate(NamedTuple):
     """The rule -lr u."""
 
     lr: float | Tensor
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
-        """Return the updates times -lr, and the state. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates times -lr, and the state."""
         tree.check_real(updates, "updates")
-        return apply(rules.scaled, (updates,), -self.lr, out=out), state
+        return apply(rules.scaled, (updates,), -self.lr), state
 
 
 def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transform:
@@ -122,7 +122,7 @@ class RoundingState(NamedTuple):
     dropped: Tree
 
 
-@declare_rule(name="compensate_rounding", now=True, last=True)
+@declare_rule(name="compensate_rounding", tensorwise=True, now=True)
 class Rounding(NamedTuple):
     """The rule of `compensate_rounding`."""
 

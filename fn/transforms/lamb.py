@@ -34,7 +34,7 @@ from fn.transforms.skip_nonfinite import nan_unless_finite
 Tree = Any
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), others=("sync",))
+@declare(first_moment=("mu",), second_moment=("nu",))
 class OnebitLambState(NamedTuple):
     """State of `scale_by_onebit_lamb`; per-tensor numbers are 0-d float32.
 
@@ -57,24 +57,24 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
-@declare_rule(name="scale_by_trust_ratio", is_fresh=True, takes_out=True, now=True)
+@declare_rule(name="scale_by_trust_ratio", tensorwise=True, now=True)
 class TrustRatio(NamedTuple):
     """The rule of `scale_by_trust_ratio`."""
 
     min_coeff: float
     max_coeff: float
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
-        """Return the updates times their trust ratios, and the state. out: as for `leafwise.apply`."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates times their trust ratios, and the state."""
         check_params(params)
         tree.check_real(updates, "updates")
         leaves, weights = tree.flatten_alike((updates, params))[0]
         # (S,), a number for each tensor
         ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), *self)
         if len({u.device for u in leaves}) < 2:
-            return apply(rules.scaled, (updates,), ratios, out=out), state
+            return apply(rules.scaled, (updates,), ratios), state
         each = [ratio.to(u.device) for ratio, u in zip(ratios.unbind(), leaves, strict=True)]  # they are on the first's
-        return apply(rules.scaled, (updates,), each, out=out), state
+        return apply(rules.scaled, (updates,), each), state
 
 
 def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Transform:

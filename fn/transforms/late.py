@@ -45,16 +45,14 @@ from fn.roles import declare
 from fn.schedules import Every, Schedule, always_warm_up, phases_of
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.average import Average, agreed
-from fn.transforms.decay_and_lr import Rate
+from fn.transforms.decay_and_lr import Rate, Rounding
 from fn.transforms.leafwise import apply
 from fn.transforms.skip_nonfinite import is_fine, select, skip_nonfinite
 
 Tree = Any
 
 
-@declare(
-    rank_local=("gradients",), taken=("gradients",), missing=("missing",), left_out=("left_out",), others=("inner",)
-)
+@declare(rank_local=("gradients",), taken=("gradients",), missing=("missing",), left_out=("left_out",))
 class LateState(NamedTuple):
     """State of `late`.
 
@@ -75,7 +73,7 @@ class LateState(NamedTuple):
     left_out: Tensor
 
 
-@declare(taken=("gradients",), missing=("missing",), left_out=("left_out",), others=("inner",), mean=("arrived",))
+@declare(taken=("gradients",), missing=("missing",), left_out=("left_out",), mean=("arrived",))
 class LateMeanState(LateState):
     """As `LateState`, where the direction is the exact mean of the gradients and nothing else."""
 
@@ -179,7 +177,7 @@ def _late(tx: Transform, correction: float) -> Transform:
     phase = Phase.COMPRESSED if coded else Phase.WARMUP
     towards = update_in(direction, phase)
     # What rounding drops is of the update that is added, so the correction comes in front of it.
-    end = len(whole.links) - (bool(then.links) and any(getattr(rule, "last", False) for rule in _all_rules(then)))
+    end = len(whole.links) - (bool(then.links) and any(isinstance(rule, Rounding) for rule in _all_rules(then)))
     step = update_in(chain(*whole.links[cut:end]), phase)
     finish = update_in(chain(*whole.links[end:]), phase)
     rates = [rule.lr for rule in rules_in(step) if isinstance(rule, Rate)]
@@ -297,7 +295,7 @@ def _is_chain_of(tx: Transform, phase: Phase) -> bool:
     """Tell whether a phase applies the links, and somebody did not replace its update."""
     update = original(update_in(tx, phase))
     update = original(update.inner) if isinstance(update, Guarded) else update
-    return isinstance(update, Chained) and [*map(id, update.links)] == [id(update_in(link, phase)) for link in tx.links]
+    return isinstance(update, Chained) and [*map(id, update.inner)] == [id(update_in(link, phase)) for link in tx.links]
 
 
 def _all_rules(tx: Transform) -> list[UpdateFn]:

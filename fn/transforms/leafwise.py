@@ -19,7 +19,6 @@ def apply(
     *numbers: Number,
     like: int = 0,
     wide: bool = False,
-    out: Tree | None = None,
 ) -> Any:
     """Apply a rule to the corresponding leaves of trees of the same structure.
 
@@ -28,13 +27,11 @@ def apply(
         >>> apply(rules.decayed, ({"w": torch.ones(2)}, {"w": torch.tensor([1.0, -3.0])}), 0.5)     # u + 0.5 p
         {'w': tensor([ 1.5000, -0.5000])}
 
-    Args: as for `fn.kernels.lists.elementwise`, with trees in place of lists. out: for a rule with one result.
+    Args: as for `fn.kernels.lists.elementwise`, with trees in place of lists.
     Returns: a tree, or a tuple of trees for a rule with several results.
     Raises: ValueError where the structures differ.
     """
-    to = None if out is None else [tree.leaves(out)]
-
     def on_lists(lists: list[list[Tensor]]) -> Any:
-        return elementwise(rule, lists, *numbers, like=like, wide=wide, out=to)
+        return elementwise(rule, lists, *numbers, like=like, wide=wide)
 
     return tree.map_lists(on_lists, trees, like)

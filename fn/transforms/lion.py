@@ -16,7 +16,7 @@ from fn.transforms.momentum import LocalMomentumState, MomentumState
 Tree = Any
 
 
-@declare(rank_local=("mu",), first_moment=("mu",), others=("sync",))
+@declare(rank_local=("mu",), first_moment=("mu",))
 class SyncedLionState(NamedTuple):
     """State of `scale_by_lion` with a sync. mu: the momentum, each rank's own. sync: the state of that transform."""
 

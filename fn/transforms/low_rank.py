@@ -59,7 +59,7 @@ class OrthonormalState(LowRankState):
     __slots__ = ()
 
 
-@declare_rule(name="low_rank_average", is_fresh=True)
+@declare_rule(name="low_rank_average")
 class LowRankAverage(NamedTuple):
     """The rule of `low_rank_average`. axis: its argument."""
 

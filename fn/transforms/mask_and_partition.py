@@ -118,10 +118,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         check_order(facts_of(inner).axes, params, {"the mask": chosen})
         return inner.init(_pick(params, chosen))
 
-    def masked(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (inner_update,) = updates_of
-
-        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        def update(inner_update: UpdateFn, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             chosen, updates = places(params), tree.in_order(updates, params, "updates")
             new, state = inner_update(_pick(updates, chosen), state, _pick(params, chosen))
             # New params of some leaves: those of the others come from their updates, for a step returns only one of
@@ -131,11 +129,11 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
                 return NewParams(tree.with_leaves(others, _wholes(new.params, chosen))), state
             return tree.with_leaves(updates, _wholes(new, chosen)), state
 
-        return Masked(inner_update, own_code(update))
+        return Masked(updates_of[0], places, own_code(update))
 
     facts = Facts(whole=("mask by a function",) if callable(mask) else ())
     exchange = inner.exchange and _on_some(inner.exchange, places)
-    tx = combine([inner], init, masked, facts, exchange=exchange)
+    tx = combine([inner], init, compose, facts, exchange=exchange)
     facts = of_branches(facts_of(tx), [facts_of(inner), Facts()])
     return tx._replace(facts=_batched(facts, [facts_of(inner)], lambda params: [places(params)]))
 
@@ -157,18 +155,44 @@ def _batched(facts: Facts, branches: Sequence[Facts], places: Callable[[Tree], I
     return facts._replace(batched=False if is_refused else batched)
 
 
+class Branch(NamedTuple):
+    """The leaves that one of several updates takes. chosen: their numbers and labels. state: the update's own."""
+
+    update: UpdateFn
+    state: Tree
+    chosen: Chosen
+
+    def shown(self, leaves: Sequence[Tensor] | Mapping[int, Tensor], places: Iterable[int]) -> list[Tensor]:
+        """Return the leaves in some places, in the parts that their labels say."""
+        return _shown(leaves, {i: self.chosen[i] for i in places})
+
+    def whole(self, parts: Iterable[Tensor], places: Iterable[int]) -> dict[int, Tensor]:
+        """Return leaves by their places, made of their parts."""
+        return _wholes(parts, {i: self.chosen[i] for i in places})
+
+
+@declare_rule(tensorwise=True)
 class Masked(NamedTuple):
-    """The rule of `mask`. inner: the update of the chosen leaves."""
+    """The rule of `mask`. inner: the update of the chosen leaves. places: params -> these.
+
+    run: (that update, updates, state, params) -> updates and the next state.
+    """
 
     inner: UpdateFn
-    run: UpdateFn
+    places: Callable[[Tree], Chosen]
+    run: Callable[[UpdateFn, Tree, Tree, Tree], tuple[Tree, Tree]]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates, those of the chosen leaves by `inner`, and the next state."""
-        return self.run(updates, state, params)
+        return self.run(self.inner, updates, state, params)
+
+    def branches(self, state: Tree, params: Tree) -> list[Branch]:
+        """Return the leaves that the update inside takes."""
+        return [Branch(self.inner, state, self.places(params))]
 
 
 Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
+
 
 def _on_some(exchange: Exchange, places: Callable[[Tree], Chosen]) -> Exchange:
     """Return an exchange of all params that passes on those in some places only."""
@@ -186,7 +210,10 @@ def _on_some(exchange: Exchange, places: Callable[[Tree], Chosen]) -> Exchange:
 
 def _pick(t: Tree, chosen: Chosen) -> list[Any]:
     """Return the chosen leaves, in the parts that their labels say."""
-    leaves = tree.leaves(t)
+    return _shown(tree.leaves(t), chosen)
+
+
+def _shown(leaves: Sequence[Any] | Mapping[int, Any], chosen: Chosen) -> list[Any]:
     shown = [label.parts(leaves[i]) if isinstance(label, Label) else (leaves[i],) for i, label in chosen.items()]
     return [x for parts in shown for x in parts]
 
@@ -248,29 +275,26 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in chosen_of.items()}
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        def of(update_of: Mapping[str, UpdateFn]) -> UpdateFn:
-            def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-                _check_labels(state, update_of)
-                moves: dict[int, Any] = {}
-                new_params: dict[int, Any] = {}  # of labels whose update returns `NewParams`
-                after = {}
-                chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
-                for label, chosen in chosen_of.items():
-                    new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
-                    if isinstance(new, NewParams):
-                        new_params.update(_wholes(new.params, chosen))
-                    else:
-                        moves.update(_wholes(new, chosen))
-                # One label returned new params, so all others become params as well: a step returns only one of both.
-                if new_params:
-                    leaves = tree.leaves(params)
-                    new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
-                    return NewParams(tree.with_leaves(params, new_params)), after
-                return tree.with_leaves(updates, moves), after
+        def update(update_of: Mapping[str, UpdateFn], updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            _check_labels(state, update_of)
+            moves: dict[int, Any] = {}
+            new_params: dict[int, Any] = {}  # of labels whose update returns `NewParams`
+            after = {}
+            chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
+            for label, chosen in chosen_of.items():
+                new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
+                if isinstance(new, NewParams):
+                    new_params.update(_wholes(new.params, chosen))
+                else:
+                    moves.update(_wholes(new, chosen))
+            # One label returned new params, so all others become params as well: a step returns only one of both.
+            if new_params:
+                leaves = tree.leaves(params)
+                new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
+                return NewParams(tree.with_leaves(params, new_params)), after
+            return tree.with_leaves(updates, moves), after
 
-            return Partitioned(update_of, of, own_code(update))
-
-        return of(dict(zip(transforms, updates_of, strict=True)))
+        return Partitioned(dict(zip(transforms, updates_of, strict=True)), places, own_code(update))
 
     facts = Facts(whole=("partition by a function",) if callable(labels) else ())
     if not callable(labels) and any(isinstance(label, Label) for label in tree.leaves(labels)):
@@ -340,21 +364,24 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
         raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
 
 
-@declare_rule(hands_down=True)
+@declare_rule(tensorwise=True)
 class Partitioned(NamedTuple):
-    """The rule of `partition`. update_of: of each label. of: partitions others in the same way."""
+    """The rule of `partition`. inner: the update of each label. places: params -> the leaves of each label.
 
-    update_of: Mapping[str, UpdateFn]
-    of: Callable[[Mapping[str, UpdateFn]], UpdateFn]
-    run: UpdateFn
+    run: (the updates by their labels, updates, state, params) -> updates and the next state.
+    """
+
+    inner: Mapping[str, UpdateFn]
+    places: Callable[[Tree], Mapping[str, Chosen]]
+    run: Callable[[Mapping[str, UpdateFn], Tree, Tree, Tree], tuple[Tree, Tree]]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the updates of the labels return, and their states."""
-        return self.run(updates, state, params)
+        return self.run(self.inner, updates, state, params)
 
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the partition into what f makes of each update."""
-        return self.of({label: f(one) for label, one in self.update_of.items()})
+    def branches(self, state: Tree, params: Tree) -> list[Branch]:
+        """Return the leaves that the update of each label takes."""
+        return [Branch(self.inner[label], state[label], chosen) for label, chosen in self.places(params).items()]
 
 
 Labels = Tree | Callable[[Tree], Tree] | None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 from fn import tree
@@ -11,11 +9,9 @@ from fn.arguments import check_flag, check_interval
 from fn.base import Phase, Transform, UpdateFn, check_state, declare_rule, lift, missing
 from fn.facts import ELEMENTWISE
 from fn.kernels import rules
-from fn.kernels.flags import is_true
 from fn.roles import declare
 from fn.transforms.adam import moving_average, zero_moments
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
@@ -27,44 +23,20 @@ class MomentumState(NamedTuple):
     mu: Tree
 
 
-@declare_rule(name="trace")
+@declare_rule(name="trace", tensorwise=True)
 class Trace(NamedTuple):
     """The rule of `trace`, with its arguments."""
 
     decay: float
     nesterov: bool
 
-    @property
-    def is_fresh(self) -> bool:
-        """Return whether the updates that it returns are not its momentum."""
-        return self.nesterov
-
     def __call__(self, updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
         """Return the directions, and the state with the next momentum."""
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
-        mu = self.next_momentum(updates, state.mu)
-        return self.direction(updates, mu), MomentumState(mu)
-
-    def late(self, updates: Tree, state: MomentumState) -> tuple[Tree, Callable[[], None]] | None:
-        """Return the directions, in the memory where the next momentum was formed, and a function that writes that.
-
-        A momentum is as cheap to form once more as to copy. None: it is not finite, and the step may be skipped.
-        """
-        check_state(state, MomentumState)
-        tree.check_updates(updates, state.mu)
-        mu = self.next_momentum(updates, state.mu)
-        if not is_true(all_finite(tree.leaves(mu))):
-            return None
-        return self.direction(updates, mu, out=mu), partial(self.next_momentum, updates, state.mu, state.mu)
-
-    def next_momentum(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
-        """Return the next momentum. out: as for `leafwise.apply`."""
-        return apply(rules.plus, (updates, mu), self.decay, like=1, out=out)
-
-    def direction(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
-        """Return the directions. mu: the next momentum. out: as for `leafwise.apply`."""
-        return apply(rules.plus, (updates, mu), self.decay, like=1, out=out) if self.nesterov else mu
+        mu = apply(rules.plus, (updates, state.mu), self.decay, like=1)
+        direction = apply(rules.plus, (updates, mu), self.decay, like=1) if self.nesterov else mu
+        return direction, MomentumState(mu)
 
 
 def trace(decay: float, nesterov: bool = False) -> Transform:

@@ -23,7 +23,6 @@ from fn.base import Transform, chain, check_state, declare_rule, lift
 from fn.errors import expected
 from fn.facts import Facts
 from fn.kernels import rules
-from fn.kernels.lists import elementwise
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.transforms.adam import zero_moments
 from fn.transforms.momentum import trace
@@ -145,7 +144,7 @@ def orthogonalize(
     return lift(init, rule)._replace(facts=Facts(whole=("orthogonalize",), batched=not flatten))
 
 
-@declare_rule(name="orthogonalize", is_fresh=True, takes_out=True)
+@declare_rule(name="orthogonalize", tensorwise=True)
 class NewtonSchulz(NamedTuple):
     """The rule of `orthogonalize`. triples: (a, b, c) of each iteration. Others: as for `scale_by_muon`."""
 
@@ -155,10 +154,10 @@ class NewtonSchulz(NamedTuple):
     dtype: torch.dtype | None
     flatten: bool
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
-        """Return the updates, made nearly orthogonal, and the state. out: the updates, to write into them."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates, made nearly orthogonal, and the state."""
         leaves, structure = tree.flatten(updates)
-        return tree.unflatten(structure, orthogonal(leaves, self, in_place=out is not None)), state
+        return tree.unflatten(structure, orthogonal(leaves, self)), state
 
 
 def newton_schulz(
@@ -195,24 +194,19 @@ FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
 """Scale -> the factor of a matrix, from its rows and columns."""
 
 
-def orthogonal(leaves: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool = False) -> list[Tensor]:
-    """Return matrices made nearly orthogonal, and stacks of them, each in its own shape and dtype.
-
-    Args: in_place: write over the leaves, in place of new memory.
-    """
+def orthogonal(leaves: Sequence[Tensor], rule: NewtonSchulz) -> list[Tensor]:
+    """Return matrices made nearly orthogonal, and stacks of them, each in its own shape and dtype."""
     # (e, ...) -> views (k, ...) of what is longer than a batch
     pieces = [z.split(max(1, BATCH // z[0].numel())) if _is_long(z, rule) else (z,) for z in leaves]
     flat = [x for some in pieces for x in some]
-    # Those without elements are made anew, too: results that are fresh share no memory with what came in.
-    results = [z if in_place or z.numel() else z.new_empty(z.shape) for z in flat]
+    results = [*flat]
     for places in batches(flat, rule.flatten):
         some = [flat[i] for i in places]
-        for i, x in zip(places, _of_a_shape(some, rule, some if in_place else None), strict=True):
+        for i, x in zip(places, _of_a_shape(some, rule), strict=True):
             results[i] = x
     made = iter(results)
     parts = [[next(made) for _ in some] for some in pieces]
-    # k views (e / k, ...) -> (e, ...)
-    return [z if in_place else x[0] if len(x) == 1 else torch.cat(x) for z, x in zip(leaves, parts, strict=True)]
+    return [x[0] if len(x) == 1 else torch.cat(x) for x in parts]  # k views (e / k, ...) -> (e, ...)
 
 
 def _is_long(z: Tensor, rule: NewtonSchulz) -> bool:
@@ -257,7 +251,7 @@ def apart(batch: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
-def _of_a_shape(leaves: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
+def _of_a_shape(leaves: Sequence[Tensor], rule: NewtonSchulz) -> list[Tensor]:
     dtype = leaves[0].dtype
     inside = rule.dtype or torch.promote_types(dtype, torch.float32)
     x = as_batch(leaves, rule.flatten)  # (b, m, n)
@@ -273,9 +267,6 @@ def _of_a_shape(leaves: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Tens
         # a X + (b A + c A^2) X, (b, m, n)
         x = torch.baddbmm(x, *((powers, x) if rows <= columns else (x, powers)), beta=a)
     factor = FACTORS[rule.scale](rows, columns)
-    if out is not None:
-        made: list[Tensor] = elementwise(rules.scaled, (apart(x, leaves),), factor, out=[out])
-        return made
     # the factor comes first, so that the product is rounded once
     return apart((x * factor).to(dtype), leaves)
 
@@ -301,21 +292,18 @@ class NeuronNormState(NamedTuple):
     nu: Tree
 
 
-@declare_rule(name="scale_by_neuron_norm", is_fresh=True, takes_out=True)
+@declare_rule(name="scale_by_neuron_norm", tensorwise=True)
 class NeuronNorm(NamedTuple):
     """The rule of `scale_by_neuron_norm`, with its arguments."""
 
     b2: float
 
-    def __call__(
-        self, updates: Tree, state: NeuronNormState, params: Tree, /, out: Tree | None = None
-    ) -> tuple[Tree, NeuronNormState]:
-        """Return the updates, their rows of equal length, and the next state. out: the updates, to write into them."""
+    def __call__(self, updates: Tree, state: NeuronNormState, params: Tree, /) -> tuple[Tree, NeuronNormState]:
+        """Return the updates, their rows of equal length, and the next state."""
         check_state(state, NeuronNormState)
         tree.check_real(updates, "updates")
         (leaves, old), structure = tree.flatten_alike([updates, state.nu])
-        results = [u if out is not None or u.numel() else u.new_empty(u.shape) for u in leaves]
-        after = [*old]
+        results, after = [*leaves], [*old]
         for places in batches(leaves):
             us, nus = ([tensors[i] for i in places] for tensors in (leaves, old))
             u = as_batch(us)  # (b, m, n)
@@ -327,8 +315,7 @@ class NeuronNorm(NamedTuple):
             lengths = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (u, y)]
             y = y * (lengths[0] / lengths[1].clamp(min=TINY))
             for i, u_i, nu_i in zip(places, apart(y.to(us[0].dtype), us), apart(nu, nus), strict=True):
-                results[i] = u_i if out is None else results[i].copy_(u_i)
-                after[i] = nu_i
+                results[i], after[i] = u_i, nu_i
         return tree.unflatten(structure, results), NeuronNormState(tree.unflatten(structure, after))
 
 

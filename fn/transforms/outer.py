@@ -57,14 +57,12 @@ Tree = Any
 
 @declare(
     rank_local=("inner", "dropped", "sound"),
-    local_params=True,
-    agreed=lambda state, params: tree.leaves(state.anchor) if float(state.alone) else None,
+    local_params=lambda state, params: tree.leaves(state.anchor) if float(state.alone) else None,
     difference=("pending",),
     dropped=("dropped",),
     left_out=("left_out",),
     copies=("anchor",),
     watched=("anchor",),
-    others=("inner", "sync"),
 )
 class OuterState(NamedTuple):
     """The state of `outer`.
@@ -107,10 +105,6 @@ class OuterWarmup(NamedTuple):
         """Return the update and the next state."""
         return self.run(updates, state, params)
 
-    def check(self, state: Tree, read: Callable[[Tensor], Tensor]) -> None:
-        """Refuse a state in which the ranks went their own ways."""
-        check_alike(read(state.alone))
-
 
 class PlainWarmup(OuterWarmup):
     """The rule of a warm-up step without an anchor."""
@@ -118,28 +112,23 @@ class PlainWarmup(OuterWarmup):
     __slots__ = ()
 
 
-@declare_rule(hands_down=True)
+@declare_rule(tensorwise=True)
 class OuterLocal(NamedTuple):
     """The rule of a local step, which is left out if it is not finite.
 
-    inner: the inner optimizer's update. of: makes the same step of another update of the inner optimizer. together: the
-    axes over which it communicates, whose ranks leave out a step together. settings: of the exchange, for ranks to
-    compare.
+    inner: the inner optimizer's update. together: the axes over which it communicates, whose ranks leave out a step
+    together. settings: of the exchange, for ranks to compare. run: (the inner update, updates, state, params) -> the
+    update and the next state.
     """
 
     inner: UpdateFn
-    of: Callable[[UpdateFn], UpdateFn]
     together: tuple[str, ...]
     settings: Mapping[str, Any]
-    run: UpdateFn
+    run: Callable[[UpdateFn, Tree, Tree, Tree], tuple[Tree, Tree]]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the update and the next state."""
-        return self.run(updates, state, params)
-
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the same step of what f makes of the inner update."""
-        return self.of(f(self.inner))
+        return self.run(self.inner, updates, state, params)
 
 
 def outer(
@@ -463,17 +452,14 @@ def local_steps(
         error. island: axes whose ranks leave out a step together. together, settings: see `OuterLocal`.
     """
 
-    def local(updates: Tree, state: Any, params: Tree, /) -> tuple[Tree, Any]:
+    def local(inner: UpdateFn, updates: Tree, state: Any, params: Tree, /) -> tuple[Tree, Any]:
         updates, params = check(updates, state, params)
-        moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
+        moves, inner_state, ok = taken_alone(inner, updates, state.inner, params, island)
         # Where the host knows that the step was taken, the count is the same tensor as before: no launch.
         dropped = state.dropped if is_true(ok) else state.dropped + (~ok).to(state.dropped)
         return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
-    def of(other: UpdateFn) -> OuterLocal:
-        return local_steps(other, check, island, together, settings)
-
-    return OuterLocal(update, of, together, settings, local)
+    return OuterLocal(update, together, settings, local)
 
 
 def taken_alone(
@@ -503,7 +489,7 @@ def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]]
     An exchange is when memory is full: what is written over is a copy of the params less.
     """
     update = original(outer_tx.local_update)
-    *front, last = update.links if isinstance(update, Chained) else [update]
+    *front, last = update.inner if isinstance(update, Chained) else [update]
     if not isinstance(last, Rate):  # in a chain inside of the chain
         return lambda means, state, params: _leaves_first(outer_tx.local_update(means, state, params))
     lr = last.lr

@@ -37,7 +37,6 @@ from fn.base import (
     as_updates,
     check_params,
     check_state,
-    declare_rule,
     facts_of,
     has_phase,
     missing,
@@ -71,7 +70,7 @@ Costs = Tree | Callable[[Tree], Tree] | None
 """A number for each tensor, in a tree like the params, or a function of them. None: `newton_schulz_costs`."""
 
 
-@declare(rank_local=("inner", "back"), errors=("back",), owned=("inner", "back"), plan=("owners",), others=("inner",))
+@declare(rank_local=("inner", "back"), errors=("back",), place=("owners",))
 class OwnedState(NamedTuple):
     """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor, or slice.
 
@@ -88,21 +87,15 @@ class OwnedState(NamedTuple):
     owners: Tensor
 
 
-@declare_rule(is_fresh=True)
 class Owned(NamedTuple):
-    """The rule of a step of `owned`. inner: the inner update. of: makes the same step of another inner update."""
+    """The rule of a step of `owned`. inner: the inner update."""
 
     inner: UpdateFn
-    of: Callable[[UpdateFn], UpdateFn]
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the updates of all owners, and the next state."""
         return self.run(updates, state, params)
-
-    def mapped(self, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
-        """Return the same step of what f makes of the inner update."""
-        return self.of(f(self.inner))
 
 
 def owned(
@@ -205,38 +198,37 @@ def owned(
     def step(phase: Phase) -> UpdateFn:
         inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
 
-        def by(move: UpdateFn) -> Owned:
-            def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
-                check_state(state, OwnedState)
-                check_params(params)
-                tree.check_updates(updates, params)
-                cut, owners = planned(params)
-                leaves, structure = tree.flatten(tree.sliced(params, cut))
-                grads = tree.leaves(tree.sliced(tree.in_order(updates, params, "updates"), cut))
-                check_owners(state, owners)
-                codes = phase is Phase.COMPRESSED and axis_size(between) > 1
-                worker, of_owners = state.errors.worker, state.back
-                # W gradients of each tensor become one mean, at its owner; (0, ...) at the other ranks
-                way = to_owner if codes else exact
-                means, worker = _means_over(grads, worker, owners, within, way)
-                own_params = tree.unflatten(structure, mine(leaves, owners, axis))
-                with flags.unassumed():  # own tensors may be finite where another rank's are not
-                    moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
-                    # A guard inside skips on one rank only; its NaN travels, so that the guard outside skips on all.
-                    moves, inside = show_failures(as_updates(moves, own_params), state.inner, inside)
-                del means  # before memory is taken for the updates of all tensors
-                # an update at each owner becomes all updates on every rank, in the shapes of the leaves
-                if codes and not to_all.exact:
-                    moved = tree.leaves(moves)
-                    gathered, of_owners = _updates_in_codes(moved, leaves, of_owners, owners, to_all, axis)
-                else:
-                    gathered = _exact_updates(tree.leaves(moves), leaves, owners, axis)
-                errors = state.errors._replace(worker=worker)
-                return tree.stacked(gathered, params, cut), OwnedState(inside, errors, of_owners, state.owners)
+        move = update_in(inner, inner_phase)
 
-            return Owned(move, by, own_code(update))
+        def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
+            check_state(state, OwnedState)
+            check_params(params)
+            tree.check_updates(updates, params)
+            cut, owners = planned(params)
+            leaves, structure = tree.flatten(tree.sliced(params, cut))
+            grads = tree.leaves(tree.sliced(tree.in_order(updates, params, "updates"), cut))
+            check_owners(state, owners)
+            codes = phase is Phase.COMPRESSED and axis_size(between) > 1
+            worker, of_owners = state.errors.worker, state.back
+            # W gradients of each tensor become one mean, at its owner; (0, ...) at the other ranks
+            way = to_owner if codes else exact
+            means, worker = _means_over(grads, worker, owners, within, way)
+            own_params = tree.unflatten(structure, mine(leaves, owners, axis))
+            with flags.unassumed():  # own tensors may be finite where another rank's are not
+                moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
+                # A guard inside skips on one rank only; its NaN travels, so that the guard outside skips on all.
+                moves, inside = show_failures(as_updates(moves, own_params), state.inner, inside)
+            del means  # before memory is taken for the updates of all tensors
+            # an update at each owner becomes all updates on every rank, in the shapes of the leaves
+            if codes and not to_all.exact:
+                moved = tree.leaves(moves)
+                gathered, of_owners = _updates_in_codes(moved, leaves, of_owners, owners, to_all, axis)
+            else:
+                gathered = _exact_updates(tree.leaves(moves), leaves, owners, axis)
+            errors = state.errors._replace(worker=worker)
+            return tree.stacked(gathered, params, cut), OwnedState(inside, errors, of_owners, state.owners)
 
-        return by(update_in(inner, inner_phase))
+        return Owned(move, own_code(update))
 
     local = missing(Phase.LOCAL, "an optimizer of owned tensors")
     facts_here = merged(facts, Facts(names, ("owned",)))

@@ -243,7 +243,7 @@ class Move(NamedTuple):
             if state is fresh:
                 return reshape.adopt(self._total(reshape, fresh, saved), fresh)
         has_errors = isinstance(fresh, ErrorFeedbackState) and tree.leaves(fresh)
-        if has_errors or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
+        if has_errors or (hasattr(fresh, "_fields") and roles.is_shard(fresh)):
             text = f"its errors of the axes {[*self.axes]} belong to that one"
             raise ValueError(f"checkpoint: is of another world, and {text}")
         if isinstance(saved, Rows):

@@ -20,12 +20,12 @@ from fn.transforms.leafwise import apply
 Tree = Any
 
 
-@declare_rule(name="scale_by_shape", is_fresh=True, takes_out=True)
+@declare_rule(name="scale_by_shape", tensorwise=True)
 class ByShape(NamedTuple):
     """The rule of `scale_by_shape`."""
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /, out: Tree | None = None) -> tuple[Tree, Tree]:
-        """Return the scaled updates, and the state. out: the updates themselves, to write into them."""
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the scaled updates, and the state."""
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
         alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host
@@ -34,7 +34,7 @@ class ByShape(NamedTuple):
                 alike.setdefault(math.sqrt(x.shape[0] / math.prod(x.shape[1:])), []).append(i)
         for factor, places in alike.items():
             some = [leaves[i] for i in places]
-            scaled = elementwise(rules.scaled, (some,), factor, out=None if out is None else [some])
+            scaled = elementwise(rules.scaled, (some,), factor)
             for i, x in zip(places, scaled, strict=True):
                 leaves[i] = x
         return tree.unflatten(structure, leaves), state

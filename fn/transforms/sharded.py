@@ -49,7 +49,7 @@ from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, compressed_all_reduce, reduce_scatter_wide
 from fn.collectives.feedback import classic, off
-from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
+from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
 from fn.collectives.primitives import all_gather, psum
 from fn.collectives.simulation import replicated_if_equal
@@ -63,14 +63,12 @@ from fn.transforms.adam import are_on_host, common, share, start_rested
 from fn.transforms.flat_layout import Bucket, end_to_end, join, split
 from fn.transforms.leafwise import apply
 from fn.transforms.resharding import Notes, Reshape, bucket_of, errors_reshape, in_parts, reshapes, shards_reshape
+from fn.transforms.residuals import Residuals, residuals
 
 Tree = Any
 
 
-@declare(
-    rank_local=("inner", "master", "place"), copies=("master",), shard=("place",), others=("inner",),
-    rested=("rested",),
-)  # fmt: skip
+@declare(rank_local=("inner", "master", "place"), copies=("master",), place=("place",), rested=("rested",))
 class ShardedState(NamedTuple):
     """What one rank keeps of a sharded optimizer. Tuples have an entry for each vector that travels, see `flat_layout`.
 
@@ -130,6 +128,13 @@ class Rules(NamedTuple):
         world = axis_size(self.axis) if world is None else world
         # One layout serves both halves, so a row has to suit the codecs of both.
         return layouts.buckets(leaves, world, math.lcm(*(hop.codec.align for hop in halves)), self.layout)
+
+    def ways(self) -> tuple[list[Hop], list[Hop]]:
+        """Return how both halves of an exchange travel."""
+        there = hops(self.axis, self.codec, self.feedback)
+        if self.momentum is not None:  # which travels alike both ways
+            return there, there
+        return there, hops(self.axis, self.gather or identity(), self.gather_feedback)
 
     def keeps_master(self, dtype: torch.dtype) -> bool:
         """Return whether the shard of params of this dtype is kept in float32."""
@@ -300,6 +305,7 @@ def sharded(
         state = _state(inner_state, masters, kept, place, start_rested(params, corrected))
         paths = tree.paths(params) if layout == "per_tensor" else None
         divisions.add(Division(state, leaves, rules.arrange, paths))
+        residuals.add(Residuals(state.errors, leaves, rules.arrange, axis, *rules.ways()))
         if isinstance(axis, str):
             reshapes.add((state, _moves(state, leaves, paths, rules)))
         return state
@@ -379,10 +385,7 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     """Return how a state moves to another number of ranks. paths: of the leaves where the inner sees a tree of them."""
     axis, plan = str(rules.axis), partial(rules.arrange, leaves)
     numbers = [str(b) for b in range(len(state.master))]
-    (there,) = hops(axis, rules.codec, rules.feedback)
-    back = there
-    if rules.momentum is None:
-        (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
+    (there,), (back,) = rules.ways()
     errors = errors_reshape(leaves, axis, plan, there, back)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),

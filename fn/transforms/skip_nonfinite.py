@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from fn import roles, tree
 from fn.arguments import check_is_transform
 from fn.base import Guarded, NewParams, Phase, Transform, UpdateFn, check_state, combine, facts_of
 from fn.collectives.agreement import device_of, true_on_all
-from fn.errors import expected
 from fn.kernels.flags import is_true
 from fn.kernels.table import direct
 from fn.kernels.tracing import is_concrete
@@ -22,7 +20,7 @@ from fn.roles import declare
 Tree = Any
 
 
-@declare(skips=("skipped",), others=("inner",))
+@declare(skips=("skipped",))
 class SkipState(NamedTuple):
     """inner: the state of the guarded transform. skipped: how many steps were skipped, 0-d int64."""
 
@@ -30,7 +28,7 @@ class SkipState(NamedTuple):
     skipped: Tensor
 
 
-@declare(skips=("skipped",), others=("inner",))
+@declare(skips=("skipped",))
 class _InsideState(NamedTuple):
     """A `SkipState` as a guard hands it to another guard inside, which then returns NaN where it skips."""
 
@@ -80,18 +78,20 @@ def skip_nonfinite(inner: Transform) -> Transform:
         tree.check_real(params, "params")
         return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device_of(params)))
 
-    def guarded(phase: Phase, inner_update: UpdateFn) -> UpdateFn:
-        def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+    def guarded(phase: Phase, guards: UpdateFn) -> UpdateFn:
+        def local(inner_update: UpdateFn, updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
             out, after = inner_update(updates, state.inner, params)
             return out, state._replace(inner=after)
 
-        def update(updates: Tree, state: SkipState | _InsideState, params: Tree, /) -> tuple[Tree, SkipState]:
+        def update(
+            inner_update: UpdateFn, updates: Tree, state: SkipState | _InsideState, params: Tree, /
+        ) -> tuple[Tree, SkipState]:
             is_inside = isinstance(state, _InsideState)
             state = SkipState(*state) if isinstance(state, _InsideState) else state
             check_state(state, SkipState)
             if phase is not Phase.WARMUP and _guards_itself(state.inner):
-                return local(updates, state, params)
+                return local(inner_update, updates, state, params)
             before = state.inner
             if roles.find(before, "skips"):
                 # A guard inside returns NaN where it skips: one rank's -0.0 would be averaged with the moves of others.
@@ -100,12 +100,12 @@ def skip_nonfinite(inner: Transform) -> Transform:
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = inner_update(updates, before, params)
-            _check_tensors(state.inner, after)
+            tree.check_tensors(after, "state")  # a step that is skipped could not put a number back
             ok = true_on_all(is_fine(out, after, state.inner), shards, device_of(out))
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
         looks = phase is not Phase.LOCAL
-        return Guarded(inner_update, looks, update if looks else local, partial(guarded, phase))
+        return Guarded(guards, looks, update if looks else local)
 
     exchange = inner.exchange and inner.exchange.at(0)  # 0: `inner` of the guard's state
     return combine([inner], init, lambda phase, of: guarded(phase, *of), exchange=exchange, links=inner.links)
@@ -126,15 +126,6 @@ def is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:
     for new, old in zip(roles.find(after, "skips"), roles.find(before, "skips"), strict=True):
         ok = ok if new is old else ok & (new == old)  # where a guard inside skips, the whole step is skipped
     return ok
-
-
-def _check_tensors(before: Tree, after: Tree) -> None:
-    """Refuse a state in which something other than a tensor changes: a step that is skipped could not put it back."""
-    for place, (old, new) in enumerate(zip(tree.leaves(before), tree.leaves(after), strict=True)):
-        if new is not old and not isinstance(new, Tensor):
-            wanted = f"leaf {tree.paths(after)[place] or 'the root'!r}, which changes, to be a tensor"
-            cure = "use torch.zeros((), dtype=torch.int64) for a counter"
-            raise TypeError(expected("state", wanted, type(new).__name__, cure))
 
 
 def _keep_or_skip(

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fn import roles, tree
 from fn.arguments import check_kind
@@ -42,32 +42,48 @@ from fn.errors import expected
 from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
-from fn.transforms.mask_and_partition import Label, Labels, in_parts
+from fn.transforms.mask_and_partition import Label, Labels, in_parts, partition
 from fn.transforms.owned import EVERY, Costs, OwnedState, both_ways, check_by_tensor, check_owners, form_of, mine, plan
 from fn.transforms.sharded import show_failures
 
 Tree = Any
 
 
+class Boxes(NamedTuple):
+    """The boxes that each rank has of a tensor that is divided in several dimensions; they do not overlap.
+
+    starts, sizes: of each rank a number for each dimension.
+    """
+
+    starts: tuple[tuple[int, ...], ...]
+    sizes: tuple[tuple[int, ...], ...]
+
+
 class Shards(NamedTuple):
     """How tensors are divided over the ranks of an axis. `fn.Optimizer` makes it from DTensors.
 
-    axis: the name of the axis.
+    axis: the name of the axis; or a tuple with that of each leaf, where they are divided over different ranks.
     shapes: of the whole tensors, in the order of the leaves of the params; None: W times the rows of each piece.
-    dims: the dimension in which each is cut, None for a tensor that every rank has whole; None in place of the tuple:
-        rows of all that have dimensions.
+    dims: the dimension in which each is cut, or its `Boxes`, None for a tensor that every rank has whole; None in place
+        of the tuple: rows of all that have dimensions.
     labels: of the whole tensors, which say in which parts the inner transform sees them; None: as they are.
+    beside: axes whose ranks skip a step together, where these are more than those of the axis, such as a whole mesh.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...] | None = None
-    dims: tuple[int | None, ...] | None = None
+    dims: tuple[int | Boxes | None, ...] | None = None
     labels: tuple[str, ...] | None = None
+    beside: tuple[str, ...] = ()
 
     def subset(self, places: Sequence[int]) -> Shards:
-        """Return those of some leaves."""
-        of_leaves = self.shapes, self.dims, self.labels
-        return Shards(self.axis, *(None if x is None else tuple(x[i] for i in places) for x in of_leaves))  # type: ignore[arg-type]
+        """Return those of some leaves; over one axis by its name."""
+        shapes, dims, labels = (
+            None if x is None else tuple(x[i] for i in places) for x in (self.shapes, self.dims, self.labels)
+        )
+        axis = self.axis if isinstance(self.axis, str) else tuple(self.axis[i] for i in places)
+        axis = axis[0] if len({*axis}) == 1 and not isinstance(axis, str) else axis
+        return Shards(axis, shapes, dims, labels, self.beside)  # type: ignore[arg-type]
 
 
 class Unsharded(NamedTuple):
@@ -80,11 +96,6 @@ class Unsharded(NamedTuple):
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return this rank's pieces of the updates, and the next state."""
         return self.run(updates, state, params)
-
-    @property
-    def together(self) -> tuple[str, ...]:
-        """Return the axes whose ranks leave out a step together."""
-        return (self.axis,)
 
 
 def unsharded(
@@ -129,7 +140,14 @@ def unsharded(
     Differs: that sends no codes, and a message for every W matrices; this is one message for all.
     """
     shards = Shards(shards) if isinstance(shards, str) else shards
-    if not isinstance(shards, Shards) or not isinstance(shards.axis, str):
+    if not isinstance(shards, Shards):
+        raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
+    if isinstance(shards.axis, tuple):
+        of_axis = tree.places_by(shards.axis)
+        more: Any = {"codec": codec, "feedback": feedback, "gather": gather, "cost": cost}
+        parts = {name: unsharded(inner, shards.subset(places), **more) for name, places in of_axis.items()}
+        return partition(parts, [*shards.axis])
+    if not isinstance(shards.axis, str):
         raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
     check_by_tensor(inner, [shards.axis], "fn.unsharded")
     inner = inner if shards.labels is None else in_parts(inner, shards.labels)
@@ -139,7 +157,7 @@ def unsharded(
 
     def layout(pieces: Tree) -> _Layout:
         leaves, structure = tree.flatten(pieces)
-        cuts = _cuts(shards, leaves)
+        cuts = _cuts(shards, axis, leaves)
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
         shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
         forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
@@ -165,9 +183,9 @@ def unsharded(
         for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
             sends = cut is not None and not to_owner.exact
             # errors of this rank's piece on its way there, (width,)
-            worker.append(to_owner.feedback.init(leaf.new_zeros(cut.width(to_owner))) if cut and sends else ())
+            worker.append(to_owner.feedback.init(leaf.new_zeros(_width(cut, to_owner))) if cut and sends else ())
             # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
-            wide = leaf.new_zeros((axis_size(axis) * cut.width(to_pieces)) * _is_here(owner, axis)) if cut else leaf
+            wide = leaf.new_zeros((axis_size(axis) * _width(cut, to_pieces)) * _is_here(owner, axis)) if cut else leaf
             server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
         errors = ErrorFeedbackState(() if to_owner.exact else tuple(worker), () if to_pieces.exact else tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
@@ -206,7 +224,7 @@ def unsharded(
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
     # Inner needs whole tensors and gets them, so links around this need not know.
-    outside = merged(facts._replace(whole=()), Facts(shards=(axis,)))
+    outside = merged(facts._replace(whole=()), Facts(shards=shards.beside or (axis,)))
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=outside)
 
 
@@ -258,14 +276,6 @@ class _Cut(NamedTuple):
         """Return how many elements a piece has, at most."""
         return self.rows * math.prod(self.rest)
 
-    def width(self, hop: Hop) -> int:
-        """Return how many elements of a piece travel."""
-        return -(-self.elements // hop.codec.align) * hop.codec.align
-
-    def codec(self, hop: Hop, rows: int) -> Codec:
-        """Return the codec for so many pieces, one in each row."""
-        return _for_pieces(hop.codec, rows, self.width(hop), self.elements)
-
     def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
         """Return a tensor as (pieces, width), zeros behind its end; pieces: 1 for a piece, W for the whole."""
         # (..., n, ...) -> (n, ...): the dimension that is divided comes first
@@ -279,11 +289,56 @@ class _Cut(NamedTuple):
         # (pieces, elements) -> (pieces, width): blocks of a codec are whole
         return torch.cat([flat, flat.new_zeros((pieces, lacking))], dim=1) if lacking else flat
 
-    def tensor(self, flat: Tensor, rows: int) -> Tensor:
-        """Return the tensor that `flat` made (pieces, width) of: its first rows, without what it padded."""
+    def tensor(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the tensor of a shape that `flat` made (pieces, width) of, without what it padded."""
         table = flat[:, : self.elements].reshape(flat.shape[0] * self.rows, *self.rest)  # (pieces rows, ...)
         # (pieces rows, ...) -> (n, ...) -> (..., n, ...)
-        return table[:rows].movedim(0, self.dim)
+        return table[: shape[self.dim]].movedim(0, self.dim)
+
+
+class _BoxCut(NamedTuple):
+    """How a tensor is divided into boxes. shape: of the whole. dim: the boxes. Methods are those of `_Cut`."""
+
+    shape: torch.Size
+    dim: Boxes
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements a piece has, at most."""
+        return max(map(math.prod, self.dim.sizes))
+
+    def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
+        """Return a tensor as (pieces, width), zeros behind the end of each row; pieces: as for `_Cut`."""
+        boxes = [x] if pieces == 1 else self._boxes(x)
+        # boxes (n_r, m_r) -> (width,) each -> (pieces, width)
+        return torch.stack([nn.functional.pad(box.reshape(-1), (0, width - box.numel())) for box in boxes])
+
+    def tensor(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the tensor of a shape that `flat` made (pieces, width) of, without what it padded."""
+        if len(flat) == 1:
+            return flat[0, : math.prod(shape)].reshape(shape)
+        whole = flat.new_empty(self.shape)
+        for row, size, box in zip(flat, self.dim.sizes, self._boxes(whole), strict=True):
+            box.copy_(row[: box.numel()].reshape(size))  # (width,) -> (n_r, m_r)
+        return whole
+
+    def _boxes(self, x: Tensor) -> list[Tensor]:
+        """Return views of what each rank has of a whole tensor."""
+        places = zip(self.dim.starts, self.dim.sizes, strict=True)
+        return [x[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))] for start, size in places]
+
+
+Cut = _Cut | _BoxCut
+
+
+def _width(cut: Cut, hop: Hop) -> int:
+    """Return how many elements of a piece travel."""
+    return -(-cut.elements // hop.codec.align) * hop.codec.align
+
+
+def _codec(cut: Cut, hop: Hop, rows: int) -> Codec:
+    """Return the codec for so many pieces, one in each row."""
+    return _for_pieces(hop.codec, rows, _width(cut, hop), cut.elements)
 
 
 class _Layout(NamedTuple):
@@ -293,7 +348,7 @@ class _Layout(NamedTuple):
     this rank has a piece of each. outer, inner: the structures of the pieces, and of what the inner transform sees.
     """
 
-    cuts: list[_Cut | None]
+    cuts: list[Cut | None]
     owners: tuple[int, ...]
     counts: list[int]
     lie: list[range | None]
@@ -321,7 +376,7 @@ class _Layout(NamedTuple):
 
 
 def _layout(
-    structure: Any, cuts: Sequence[_Cut | None], stacks: Sequence[bool], planned: Iterator[int], axis: str
+    structure: Any, cuts: Sequence[Cut | None], stacks: Sequence[bool], planned: Iterator[int], axis: str
 ) -> _Layout:
     """Return how leaves travel.
 
@@ -331,16 +386,16 @@ def _layout(
     owners: list[int] = []
     here = None if axes.resolve(axis).transport == axes.SIMULATED else axes.own_rank(axis)
     for cut, is_stack in zip(cuts, stacks, strict=True):
-        count = cut.shape[0] if cut is not None and is_stack else 0
+        count = cut.shape[0] if isinstance(cut, _Cut) and is_stack else 0
         of_leaf = [next(planned) for _ in range(max(1, count))] if cut is not None else [EVERY]
         of_slices, lie = [cut], None
-        if cut is not None and count and cut.dim == 0:
+        if isinstance(cut, _Cut) and count and cut.dim == 0:
             of_leaf, of_slices = [k // cut.rows for k in range(count)], [None] * count
             if here is None:  # simulated ranks have as many slices each, and none of others
                 of_leaf, of_slices, count = [EVERY], [None], 0
             else:
                 lie = range(min(here * cut.rows, count), min((here + 1) * cut.rows, count))
-        elif cut is not None and count:
+        elif isinstance(cut, _Cut) and count:
             of_slices = [_Cut(cut.shape[1:], cut.dim - 1, cut.rows)] * count
         made.cuts.extend(of_slices)
         made.counts.append(count)
@@ -355,9 +410,9 @@ def _for_pieces(codec: Codec, rows: int, width: int, elements: int) -> Codec:
     return segmented(codec, Segments((width,), torch.full((rows, 1), elements, dtype=torch.int64, device="cpu")))
 
 
-def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
+def _cuts(shards: Shards, axis: str, leaves: Sequence[Tensor]) -> list[Cut | None]:
     """Return how leaves are divided. Raises: ValueError for pieces that do not fit."""
-    world, _, transport = axes.resolve(shards.axis)
+    world, _, transport = axes.resolve(axis)
     dims = shards.dims or tuple(0 if leaf.ndim else None for leaf in leaves)
     known = shards.shapes if transport != axes.ALONE else None  # whoever is alone has whole tensors
     # (n / W, ...) -> (n, ...); a number () is not divided
@@ -365,9 +420,17 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
     if not len(leaves) == len(dims) == len(shapes):
         wanted, got = f"one for each of {len(leaves)} tensors", f"{len(shapes)} shapes and {len(dims)} dimensions"
         raise ValueError(expected("shards", wanted, got))
-    cuts = []
-    here = None if transport == axes.SIMULATED else axes.own_rank(shards.axis)
+    cuts = list[Cut | None]()
+    here = None if transport == axes.SIMULATED else axes.own_rank(axis)
     for i, (leaf, shape, dim) in enumerate(zip(leaves, shapes, dims, strict=True)):
+        if isinstance(dim, Boxes) and transport == axes.ALONE:
+            dim = 0  # the only rank has all of its rows
+        if isinstance(dim, Boxes):
+            cuts.append(_BoxCut(torch.Size(shape), dim))
+            if leaf.shape != dim.sizes[here or 0]:
+                wanted = f"tensor {i} to be {dim.sizes[here or 0]}, this rank's piece of {tuple(shape)}"
+                raise ValueError(expected("updates", wanted, f"{tuple(leaf.shape)}"))
+            continue
         cut = None if dim is None else _Cut(torch.Size(shape), dim, -(-shape[dim] // world))
         piece = list(shape)
         if cut is not None:
@@ -386,7 +449,7 @@ def _is_here(owner: int, axis: str) -> bool:
 
 
 def _gathered(
-    leaves: Sequence[Tensor], cuts: Sequence[_Cut | None], owners: Sequence[int], hop: Hop, errors: Sequence[Tree]
+    leaves: Sequence[Tensor], cuts: Sequence[Cut | None], owners: Sequence[int], hop: Hop, errors: Sequence[Tree]
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
     """Bring whole tensors to their owners; those of others have no elements. Return the next errors, too."""
     # A tensor that is not divided stays in its place: every rank has it, and takes its step.
@@ -394,13 +457,13 @@ def _gathered(
     places = [i for i, cut in enumerate(cuts) if cut is not None]
     for i in places:
         cut: Any = cuts[i]
-        piece = cut.flat(leaves[i], 1, cut.width(hop))  # (1, width)
+        piece = cut.flat(leaves[i], 1, _width(cut, hop))  # (1, width)
         if hop.exact:
             items.append(piece)
             continue
         # (1, width) -> (width,), as the errors lie
         check_vector(piece.view(-1), errors[i], hop.codec.align, "updates")
-        payload, after[i] = encode(cut.codec(hop, 1), hop.feedback, piece, errors[i])
+        payload, after[i] = encode(_codec(cut, hop, 1), hop.feedback, piece, errors[i])
         items.append(payload)
     for i, rows in zip(places, to_owners(items, [owners[i] for i in places], hop.axis), strict=True):
         cut = cuts[i]
@@ -408,14 +471,14 @@ def _gathered(
             # (n, ...) -> (0, ...): it stays a matrix, as which an inner link may check it
             wholes[i] = leaves[i].new_empty((0, *cut.shape[1:]))
             continue
-        flat = rows if hop.exact else cut.codec(hop, axis_size(hop.axis)).decode(rows)  # (W, width), of all ranks
+        flat = rows if hop.exact else _codec(cut, hop, axis_size(hop.axis)).decode(rows)  # (W, width), of all ranks
         # (W, width) -> (n, ...); decoded codes may be wider than what was sent
-        wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape[cut.dim])
+        wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape)
     return wholes, () if hop.exact else tuple(after)
 
 
 def _divided(
-    moves: Sequence[Tensor], leaves: Sequence[Tensor], cuts: Sequence[_Cut | None], owners: Sequence[int], hop: Hop,
+    moves: Sequence[Tensor], leaves: Sequence[Tensor], cuts: Sequence[Cut | None], owners: Sequence[int], hop: Hop,
     errors: Sequence[Tree],
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:  # fmt: skip
     """Bring pieces of updates to the ranks that have them. Return the next errors, too. leaves: for their shapes."""
@@ -423,8 +486,8 @@ def _divided(
     places = [i for i, cut in enumerate(cuts) if cut is not None]
     for i in places:
         cut: Any = cuts[i]
-        width = cut.width(hop)
-        codec = None if hop.exact else cut.codec(hop, world)
+        width = _width(cut, hop)
+        codec = None if hop.exact else _codec(cut, hop, world)
         if not _is_here(owners[i], hop.axis):
             # of another owner's tensor: as long as the row that arrives
             items.append(form_of(codec, world, width, moves[i].dtype, moves[i].device))
@@ -440,7 +503,7 @@ def _divided(
         items.append(payload)
     for i, row in zip(places, rows_from_owners(items, [owners[i] for i in places], hop.axis), strict=True):
         cut = cuts[i]
-        flat = row if hop.exact else cut.codec(hop, 1).decode(row)  # (1, width)
+        flat = row if hop.exact else _codec(cut, hop, 1).decode(row)  # (1, width)
         # (1, width) -> (n / W, ...), this rank's piece
-        pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape[cut.dim])
+        pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape)
     return pieces, () if hop.exact else tuple(after)

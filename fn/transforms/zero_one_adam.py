@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,16 +42,14 @@ Tree = Any
 
 @declare(
     rank_local=("mu", "anchor", "dropped"),
-    local_params=True,
     first_moment=("mu",),
     second_moment=("nu",),
     copies=("anchor",),
     ages=("ages",),
     rested=("rested",),
-    agreed=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
+    local_params=lambda state, params: tree.leaves(state.anchor) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
-    others=("sync",),
 )
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
@@ -103,10 +100,6 @@ class VarianceStep(NamedTuple):
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the update and the next state."""
         return self.run(updates, state, params)
-
-    def check(self, state: ZeroOneAdamState, read: Callable[[Tensor], Tensor]) -> None:
-        """Refuse a state with local steps that were not synchronised."""
-        check_synchronised(read(state.elapsed))
 
 
 @declare_rule(now=True)

@@ -330,7 +330,7 @@ def test_traced_code_and_simulated_ranks_are_refused():
 
 @pytest.mark.parametrize("sizes", [{"data": 0}, {"data": 1.5}])
 def test_sizes_are_checked(sizes):
-    with pytest.raises(ValueError, match="sizes: expected a number of ranks of 'data'"):
+    with pytest.raises(ValueError, match="axes: expected a number of ranks of 'data'"):
         fn.replayed(sizes, lambda step: ())
 
 
@@ -339,5 +339,5 @@ def test_functions_and_bindings_are_checked():
         fn.recorded(fn.bind({}), None)
     with pytest.raises(TypeError, match=r"binding: expected what fn\.bind returns"):
         fn.recorded({}, print)
-    with pytest.raises(TypeError, match="sizes: expected a mapping"):
+    with pytest.raises(TypeError, match="axes: expected a mapping"):
         fn.replayed("data", print)

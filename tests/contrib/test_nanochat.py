@@ -65,7 +65,7 @@ def test_each_tensor_is_stepped_by_one_rank_and_the_ranks_have_equal_shares_of_a
     tx = fn.contrib.nanochat(axis="data", labels=["hidden"] * 5 + ["other"])
     states: list[Any] = []
     fn.simulate(lambda p: states.append(tx.init(p)) or p[0], "data", 4)([p.expand(4, *p.shape) for p in params])
-    (owners,) = roles.find(states, "plan")
+    (owners,) = roles.find(states, "place")
     assert owners[:4].tolist() == [0, 1, 2, 3]
     assert owners[4] != owners[5]
 
@@ -99,7 +99,7 @@ def test_matrices_of_a_stack_cost_their_owners_what_they_cost_muons() -> None:
     def on_rank(x: Tensor) -> Tensor:
         for make in (fn.muon, fn.contrib.nanochat):
             state = make(axis="data", labels=["hidden"] * 4 + ["other"]).init(params)
-            plans.append(roles.find(state, "plan")[0].tolist())
+            plans.append(roles.find(state, "place")[0].tolist())
         return x
 
     fn.simulate(on_rank, "data", 3)(torch.zeros(3))

@@ -262,7 +262,7 @@ def test_the_warm_up_is_in_time_and_counts_are_of_updates() -> None:
         before = params
         moves, state = tx.update(schedule(t))(torch.ones(2), state, params)
         params = fn.apply_updates(params, moves)
-        ages.append((int(roles.find(state, "counts")[0]), not torch.equal(before, params)))
+        ages.append((int(roles.find(state, "ages")[0][0]), not torch.equal(before, params)))
     assert ages == [(1, True), (2, True), (2, False), (3, True), (4, True)]
 
 

@@ -88,7 +88,7 @@ def test_a_counter_that_is_a_number_of_python_is_refused_by_its_path():
     counting = fn.lift(lambda p: {"t": 0}, lambda updates, state, params: (updates, {"t": state["t"] + 1}))
     tx = fn.skip_nonfinite(fn.chain(fn.scale_by_learning_rate(0.1), counting))
     x = [torch.ones(2)]
-    with pytest.raises(TypeError, match=r"state: expected leaf '1\.t', .*, but got int; use torch\.zeros"):
+    with pytest.raises(TypeError, match=r"state.inner: expected leaf '1\.t' .*, but got int; use torch\.zeros"):
         tx.warmup_update(x, tx.init(x), x)
 
 

@@ -130,13 +130,11 @@ def scale_by_onebit_adam(b1: float, b2: float, eps: float, *, sync: Transform) -
 
 @roles.declare(
     rank_local=("mu", "went", "dropped"),
-    local_params=True,
     first_moment=("mu",),
     second_moment=("nu",),
-    agreed=lambda state, params: _taken_back(state, params) if float(state.elapsed) else None,
+    local_params=lambda state, params: _taken_back(state, params) if float(state.elapsed) else None,
     watched=("peak",),
     dropped=("dropped",),
-    others=("sync",),
 )
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`. went: the sum of the local steps since the last synchronisation, each rank's.
@@ -257,7 +255,7 @@ def scale_by_zero_one_adam(
     )
 
 
-@roles.declare(first_moment=("mu",), second_moment=("nu",), others=("sync",))
+@roles.declare(first_moment=("mu",), second_moment=("nu",))
 class PaddedLambState(NamedTuple):
     """As `fn.transforms.lamb.OnebitLambState`, and the padding, whose momentum travels behind that of all tensors."""
 

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.groups import names_of
-from fn.adapters.optim.shards import pieces
-from fn.base import Exchange, Guarded, Phase, Round, Transform, UpdateFn, facts_of
+from fn.adapters.optim.shards import pieces, placed
+from fn.base import Exchange, Guarded, NewParams, Phase, Round, Transform, UpdateFn, facts_of
 from fn.collectives import following
 from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
@@ -34,12 +34,13 @@ from fn.collectives.profiling import step_range
 from fn.collectives.transports.failure_detection import falling_silent, raising_peer_lost
 from fn.compiling import original
 from fn.errors import expected
+from fn.inplace import head_and_body
 from fn.inplace.match import in_place
 from fn.inplace.memory import aside, check_apart, copy_into, copy_plan, move
-from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, on_host, wait_for_flags
 from fn.kernels import flags
 from fn.schedules import Schedule, phase_of
+from fn.transforms.residuals import Residuals
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -59,6 +60,7 @@ class Unit:
     names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
     belongs to, or None; [] until somebody asks. parts: of each leaf, if it is a vector with parts of several, the
     number of each and what finds its part. divided: the numbers of the parameters that each state of shards divides.
+    residuals: (which `ErrorFeedbackState` of the state, how it is laid out, the numbers of its parameters).
     """
 
     transform: Transform
@@ -73,6 +75,7 @@ class Unit:
     places: list[int | None] = field(default_factory=list)
     parts: list[list[tuple[int, Callable[[Tensor], Tensor]]]] = field(default_factory=list)
     divided: list[list[int]] = field(default_factory=list)
+    residuals: list[tuple[int, Residuals, list[int]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.given:
@@ -150,7 +153,7 @@ class Core(torch.optim.Optimizer):
         self.now: Phase | Round = Phase.WARMUP  # of the step that is taken, or was taken last
         self.moved = False  # whether that moved anything
         self.units: list[Unit] = []
-        self.updates: dict[tuple[bool, Phase], list[UpdateFn]] = {}  # what `updates_of` made
+        self.updates: dict[tuple[bool, Phase], list[Update]] = {}  # what `updates_of` made
         self.staged: dict[int, Staged] = {}  # by unit; an overlap fills it behind the backward pass
         self.ahead: Callable[[Phase | Round], None] | None = None  # lets an overlap fill it, see `fn.adapters.ddp`
         self.flights: list[Flight] = []
@@ -203,7 +206,8 @@ class Core(torch.optim.Optimizer):
         """Return the gradients of a step, per param group: zeros where there is none."""
         lists = [group["params"] for group in self.param_groups]
         pairs = [zip(pieces(params), params, strict=True) for params in lists]
-        return [pieces([torch.zeros_like(x) if p.grad is None else p.grad for x, p in pair]) for pair in pairs]
+        zeros = torch.zeros_like
+        return [pieces([zeros(x) if p.grad is None else placed(p.grad, p) for x, p in pair]) for pair in pairs]
 
     def staging(self, phase: Phase | Round) -> Binding:
         """Return the axes that are bound while units are staged: without those that `gradients` has averaged over."""
@@ -400,6 +404,23 @@ def agree_to_step(core: Core, ok: bool, phase: Phase | Round) -> bool:
         return bool(true_on_all(flag, tuple(axes), device))
 
 
+class Update(NamedTuple):
+    """How a unit takes the steps of a phase.
+
+    pure: its update, guarded. kernels: how kernels take the whole step; None where none do. head, body: else.
+    """
+
+    pure: UpdateFn
+    kernels: InPlace | None
+    head: UpdateFn
+    body: UpdateFn
+
+
+def way_of(update: UpdateFn, kernels: InPlace | None = None) -> Update:
+    """Return how the steps of an update are taken."""
+    return Update(update, kernels, *head_and_body.split(update))
+
+
 @torch.no_grad()
 def stage_group(core: Core, index: int, phase: Phase | Round, grads: Tree) -> Staged:
     """Take the step of a unit up to where it is written, in place where the device has kernels for it.
@@ -409,50 +430,55 @@ def stage_group(core: Core, index: int, phase: Phase | Round, grads: Tree) -> St
     unit, update = core.units[index], updates_of(core, phase)[index]
     params = unit.params
     with core.agreeing(index, phase.phase.value):
-        staged = update.stage(grads, unit.state, params) if isinstance(update, InPlace) else None
+        staged = update.kernels.stage(grads, unit.state, params) if update.kernels else None
         return stage_purely(update, grads, unit.state, params) if staged is None else staged
 
 
-def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> Staged:
-    """Compute a step that waits to be written, as if all flags of a device were true: then nobody waits for them.
+def stage_purely(update: Update, grads: Tree, state: Tree, params: Tree) -> Staged:
+    """Compute the head of a step, which waits to be written with its body, as if all flags of a device were true.
 
-    Where one is false, a step that the guard looks at is skipped. A local one, of which no other rank hears, is
-    computed once more.
+    Then nobody waits for them. Where one is false, a step that the guard looks at is skipped. A local one, of which no
+    other rank hears, is computed once more.
     """
-    pure = original(update.pure if isinstance(update, InPlace) else update)
     params = tree.map(Tensor.detach, params)
     check_apart(state, params)
 
-    def computed(run: UpdateFn, late: Sequence[Callable[[], None]]) -> tuple[bool | Tensor, Callable[[], None]]:
-        moves, after = run(grads, state, params)
+    def computed() -> tuple[bool | Tensor, Callable[[], None]]:
+        moves, after = update.head(grads, state, params)
         check_shapes(moves, params)
-        # The state is written before the params, and would overwrite updates that lie in its memory.
+        # Where the state is written before the params, it would overwrite updates that lie in its memory.
         moves = tree.map_lists(lambda lists: aside(lists[0], tree.leaves(state)), [moves])
         # The count of a step that is taken is not written, so that nobody waits for a device to read it.
         # A mean that is on its way may read the gradients that were kept last, in their memory.
         write_state = copy_plan(state, after._replace(skipped=state.skipped), roles.find(state, "taken"))
+        dropped = zip(*(roles.find(inner, "dropped") for inner in (state.inner, after.inner)), strict=True)
+        counts = [(old, new) for old, new in dropped if new is not old]
 
         def commit() -> None:
-            for write in (*late, write_state):
-                write()
-            move(params, moves)
+            is_left_out = any(bool(new != old) for old, new in counts)  # by this rank alone, which counts it
+            if isinstance(moves, NewParams):
+                write_state()
+                move(params, moves)
+                return
+            if not is_left_out:
+                head_and_body.take(update.body, moves, state, params)
+            write_state()
 
         # The same tensor comes back from a guard that knew the answer. Else the comparison is a 0-d flag of the device,
         # for which nobody waits here.
         return after.skipped is state.skipped or after.skipped == state.skipped, commit
 
-    late: list[Callable[[], None]] = []  # what links in their own memory write behind the step
     with flags.assumed() as assumed:
-        taken, commit = computed(in_own_memory(pure, late), late)
-    holds = flags.all_of(assumed)
+        taken, commit = computed()
+    holds, pure = flags.all_of(assumed), original(update.pure)
     if isinstance(pure, Guarded) and pure.looks:
         return Staged(taken if holds is True else holds & taken, commit)
     # `otherwise` runs outside of `assumed`, so the second computation waits for each flag and holds in any case.
-    return Staged(holds, commit, lambda: computed(pure, ())[1]())
+    return Staged(holds, commit, lambda: computed()[1]())
 
 
-def updates_of(core: Core, phase: Phase | Round) -> list[UpdateFn]:
-    """Return the update of each unit, `InPlace` where the device has kernels, made once for each phase.
+def updates_of(core: Core, phase: Phase | Round) -> list[Update]:
+    """Return how each unit takes a step of a phase, found once for each.
 
     In a round, a unit with an exchange takes a local step; one without takes the round's phase.
     """
@@ -466,7 +492,9 @@ def updates_of(core: Core, phase: Phase | Round) -> list[UpdateFn]:
             level = logging.INFO if device_of(core).type == "cpu" else logging.WARNING
             text = "the %s step is taken link by link: %s; see `python -m fn explain`"
             logger.log(level, text, phase.phase.value, reason)
-        core.updates[key] = [u if isinstance(way, str) else way for u, way in zip(updates, ways, strict=True)]
+        core.updates[key] = [
+            way_of(update, None if isinstance(way, str) else way) for update, way in zip(updates, ways, strict=True)
+        ]
     return core.updates[key]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from fn import roles, tree
 from fn.arguments import check_number
 from fn.base import Phase, Transform, chain, facts_of
-from fn.collectives.axis import Binding, alone, axis_size
+from fn.collectives.axis import AxisNames, Binding, alone, axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RefusedByAll, expected
@@ -26,7 +26,7 @@ from fn.kernels import rules
 from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
 from fn.transforms.average import average
-from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.clip import clip_by
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -69,7 +69,13 @@ def _scaled(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
     return found
 
 
-def clipped(grads: Grads, params: Tree, phase: Phase, max_norm: float, axis: str | None, states: Tree) -> Grads:
+SquareOf = Callable[[Tree], Tensor]
+"""Gradients of all param groups, or what replaces them -> the sum of squares of the whole tensors, 0-d."""
+
+
+def clipped(
+    grads: Grads, params: Tree, phase: Phase, max_norm: float, axes: Sequence[str], states: Tree, square_of: SquareOf
+) -> Grads:
     """Clip gradients by their global norm, over all param groups.
 
     In an exact warm-up they are averaged first, all in one message, and the norm is that of the mean. Where codes
@@ -77,14 +83,20 @@ def clipped(grads: Grads, params: Tree, phase: Phase, max_norm: float, axis: str
     squared norm, an upper bound of the norm of the mean, in a 4-byte message ahead of the others. In a local step it is
     this rank's own norm.
 
-    Args: axis: the ranks. states: which tell whether the warm-up is in codes.
+    Args: axes: of the ranks. states: which tell whether the warm-up is in codes.
     """
-    phase = Phase.COMPRESSED if _is_coded(phase, states) else phase
-    clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
+    phase, axis = Phase.COMPRESSED if _is_coded(phase, states) else phase, _name_of(axes)
+    clip = chain(average(axis), clip_by(max_norm, axis, square_of)).update(phase)
     return list(clip(tuple(grads), ((), ()), params)[0])
 
 
-def clipped_late(states: list[Tree], role: str, max_norm: float, axes: Sequence[str]) -> list[Tree]:
+def _name_of(axes: Sequence[str]) -> AxisNames | None:
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def clipped_late(
+    states: list[Tree], role: str, max_norm: float, axes: Sequence[str], square_of: SquareOf
+) -> list[Tree]:
     """Return states whose late gradients are clipped by their global norm, over all param groups.
 
     Where the mean is exact, that is clipped by its norm. Else each rank's own are, before they are sent, by one factor,
@@ -95,7 +107,7 @@ def clipped_late(states: list[Tree], role: str, max_norm: float, axes: Sequence[
     found = tuple(roles.find(states, role))
     if not found or (role == "taken" and roles.find(states, "mean")):
         return states
-    link = clip_by_global_norm(max_norm, next(iter(axes), None))
+    link = clip_by(max_norm, _name_of(axes), square_of)
     phase = Phase.WARMUP if role == "mean" else Phase.COMPRESSED
     clipped = iter(link.update(phase)(found, (), None)[0])
     after: list[Tree] = roles.replace(states, role, lambda old: next(clipped))
@@ -104,16 +116,16 @@ def clipped_late(states: list[Tree], role: str, max_norm: float, axes: Sequence[
     return roles.replace(after, "missing", lambda flag: flag | lost) if role == "mean" else after
 
 
-def without_average(binding: Binding, phase: Phase, axis: str | None, states: Tree) -> Binding:
+def without_average(binding: Binding, phase: Phase, axes: Sequence[str], states: Tree) -> Binding:
     """Return the binding of a step whose gradients `clipped` has averaged: that of one rank, for an exact warm-up.
 
     Where ranks have pieces of the state, tensors that they own say, it needs all ranks, and averages the mean once
     more, which costs its bytes again.
     """
-    if axis is None or phase is not Phase.WARMUP or _is_coded(phase, states) or _have_their_own(states):
+    if not axes or phase is not Phase.WARMUP or _is_coded(phase, states) or _have_their_own(states):
         return binding
     # An average over one rank returns what it is given, and sends nothing.
-    return Binding({**binding.axes, **alone([axis]).axes})
+    return Binding({**binding.axes, **alone(axes).axes})
 
 
 def _is_coded(phase: Phase, states: Tree) -> bool:
@@ -134,15 +146,13 @@ def _have_their_own(state: Tree) -> bool:
     return any(map(_have_their_own, tree.children(state)))
 
 
-def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
+def check_max_norm(max_norm: float | None) -> None:
     """Refuse a norm that gradients cannot be clipped by. Raises: TypeError if it is no number; ValueError."""
     if max_norm is None:
         return
     check_number("max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(expected("max_norm", "a number above 0", f"{max_norm}"))
-    if len(axes) > 1:
-        raise ValueError(expected("max_norm", "None where the axes are two or more", f"{max_norm} on {[*axes]}"))
 
 
 CLOSE = 1e-5

@@ -28,7 +28,15 @@ from fn.adapters.optim.core import (
 )
 from fn.adapters.optim.hooks import agree, watch, written
 from fn.adapters.optim.resting import at_rest
-from fn.adapters.optim.shards import are_divided, check_divided, check_placed, division_of, is_dtensor, pieces
+from fn.adapters.optim.shards import (
+    are_divided,
+    check_divided,
+    check_placed,
+    division_of,
+    is_dtensor,
+    pieces,
+    squared_norm,
+)
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
 from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
@@ -120,7 +128,7 @@ class Optimizer(Core):
         with binding, agreement.calling(agreement.CONSTRUCTION, axes, agreement.device_of(listed)):
             # Before super().__init__ makes states, which communicates: ranks with other groups would wait there.
             agree.check_listed(axes, listed, {"max_norm": max_norm, **agreement.describe(schedule)})
-            gradients.check_max_norm(max_norm, axes)
+            gradients.check_max_norm(max_norm)
             groups.spell_betas(defaults, self.arguments)
             rate = {"lr": lr, **defaults}
             super().__init__(listed, rate, schedule=schedule, binding=binding, axes=axes, max_norm=max_norm)
@@ -179,7 +187,7 @@ class Optimizer(Core):
         groups.show_defaults(group, self.make)
         # Made before the ranks say whether they accept the group: what one of them refuses, all hear of.
         transform = self.made([group], [rate])
-        check_divided(transform, self.max_norm, group["params"])
+        check_divided(transform, group["params"])
         check_fits(transform, self.schedule)
         if hasattr(self.schedule, "plan") and not self.plans:
             cure = "use fn.adapters.torchft.optimizer, whose islands tell each other their seconds a step"
@@ -200,6 +208,8 @@ class Optimizer(Core):
         division = division_of(group["params"]) if argument is not None and argument.default is None else None
         if division is not None:
             self.binding, more = division.bound(self.binding), {"shards": division.shards}
+        if self.max_norm is not None and are_divided(group.get("params", ())):
+            self.binding = (division or division_of(group["params"])).bound(self.binding)  # type: ignore[union-attr]
         with self.binding:
             transform = self.make(lr=rate, **{**more, **groups.hyper_parameters(group, self.arguments)})
             check_is_transform("make's result", transform)
@@ -271,7 +281,7 @@ class Optimizer(Core):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
             with following.at(self.log, ("gradients", kind.value), self.axes):
-                grads = gradients.clipped(grads, params, kind, self.max_norm, next(iter(self.axes), None), states)
+                grads = gradients.clipped(grads, params, kind, self.max_norm, self.axes, states, self.square_of)
         return grads
 
     @property
@@ -284,14 +294,17 @@ class Optimizer(Core):
         if self.max_norm is None:
             return states
         with following.at(self.log, ("gradients", role), self.axes):
-            return gradients.clipped_late(states, role, self.max_norm, self.axes)
+            return gradients.clipped_late(states, role, self.max_norm, self.axes, self.square_of)
 
     def staging(self, phase: Phase | Round) -> Binding:
         """Return the axes that are bound while units are staged: without those that clipping has averaged over."""
         if self.max_norm is None or isinstance(phase, Round):
             return self.binding
-        axis, states = next(iter(self.axes), None), [unit.state for unit in self.units]
-        return gradients.without_average(self.binding, phase, axis, states)
+        return gradients.without_average(self.binding, phase, self.axes, [unit.state for unit in self.units])
+
+    def square_of(self, grads: Tree) -> Tensor:
+        """Return the sum of squares of all gradients: of a tensor that lies in pieces, of the pieces of all ranks."""
+        return squared_norm(grads, [group["params"] for group in self.param_groups])
 
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
@@ -385,8 +398,11 @@ class Optimizer(Core):
         of_this_one = {"step", "arguments", "updates", "staged", "flights", "background", "ahead", "log"}
         kept = {k: v for k, v in vars(self).items() if k not in of_this_one}
         kept = {k: v for k, v in kept.items() if not k.startswith(("_optimizer_", "_zero_grad"))}
-        # A transform closes over the learning rates of this optimizer; the copy makes one over its own.
-        return {**kept, "units": [replace(unit, transform=None) for unit in self.units]}  # type: ignore[arg-type]
+        # A transform closes over the learning rates of this optimizer; the copy makes one over its own, and finds anew
+        # which parts of its state belong to which parameters.
+        nothing_found: dict[str, Any] = {name: [] for name in ("places", "parts", "divided", "residuals")}
+        units = [replace(unit, transform=None, **nothing_found) for unit in self.units]  # type: ignore[arg-type]
+        return {**kept, "units": units}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, with transforms, learning rates and default hooks of its own."""

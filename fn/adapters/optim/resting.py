@@ -15,8 +15,10 @@ from torch import Tensor
 from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit
 from fn.adapters.optim.shards import pieces
-from fn.collectives.axis import alone
-from fn.roles import SHARD
+from fn.collectives.axis import alone, names
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.roles import OWN, SAME, SHARD
+from fn.transforms.residuals import Residuals, residuals
 from fn.transforms.sharded import divisions
 
 Tree = Any
@@ -35,14 +37,19 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
         (x, whole) for column in columns for x, stays in zip(column, rests, strict=True) if stays
     ]
     counts: list[tuple[list[Tensor], list[bool], list[Tensor], Tensor]] = []
+    undelivered: list[tuple[int, Residuals, list[int], ErrorFeedbackState]] = []
     if moves_moments and not roles.find(unit.state, "taken"):  # late gradients move them when their mean arrives
         leaves, marks = tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state))
         places = places_of(core, unit)
-        # What codes delivered in this step is in the errors, which lie in vectors with those of others.
+        # A rank's own errors are vectors, or codes with scales, whatever the shape: they are given back further below.
+        # The sum of what codes have delivered is no vector; it rests as what was delivered of it does.
         errors = (roles.find(unit.state, role) for role in ("errors", "warmup_errors"))
         sent = {id(x) for found in errors for x in tree.leaves(found)}
-        resting = {id(x) for x, i, mark in zip(leaves, places, marks, strict=True)
-                   if i is not None and rests[i] and mark != SHARD and id(x) not in sent}  # fmt: skip
+        resting = {
+            id(x)
+            for x, i, mark in zip(leaves, places, marks, strict=True)
+            if i is not None and rests[i] and mark != SHARD and (mark in (SAME, OWN) or id(x) not in sent)
+        }
         kept += [(x, whole) for x in leaves if id(x) in resting]
         kept += [(x, find) for x, parts in zip(leaves, unit.parts, strict=True) for i, find in parts if rests[i]]
         found = [(ages, [id(mu) in resting for mu in mus], rested) for ages, mus, rested in counted(unit.state)]
@@ -51,6 +58,11 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
                 ages = tree.leaves(next(filter(None, roles.find(node, "ages"))))
                 found.append((ages, [rests[i] for i in members], rested))
         counts = [(rested, stay, ages, torch.stack(ages)) for ages, stay, rested in found if any(stay)]
+        undelivered = [
+            (k, note, members, tree.map(torch.clone, errors_in(unit.state)[k]))
+            for k, note, members in unit.residuals
+            if any(rests[i] for i in members) and core.islands not in names(note.axis)  # these are not bound here
+        ]
     numbers = [find(x).detach().clone() for x, find in kept]
 
     def put_back() -> None:
@@ -61,6 +73,13 @@ def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: boo
             steps = (torch.stack(ages) - before).amin()  # (2,) -> ()
             for count, stays in zip(rested, stay, strict=True):
                 count.add_(steps * stays)  # all are written: whoever has read one of them reads all anew
+        # What codes delivered of a tensor in this step is dropped with its update, so it is owed as before.
+        for k, note, members, owed_before in undelivered:
+            after, leaves = errors_in(unit.state)[k], [pieces(unit.members)[i] for i in members]
+            with core.binding:
+                owed = note.rested(owed_before, after, leaves, [rests[i] for i in members])
+            for x, y in zip(tree.leaves(after), tree.leaves(owed), strict=True):
+                x.copy_(y)
 
     return put_back
 
@@ -85,7 +104,7 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
     """Return for each leaf of a unit's state the number of the parameter that it belongs to and has the shape of.
 
     To find it, init makes a state of stand-ins, no two of which have the same shape. By these it also notes which
-    vectors have parts of which parameters.
+    vectors have parts of which parameters, and which residual errors.
     """
     if not unit.places:
         params = unit.members
@@ -96,7 +115,7 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
         members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.tree_of([[next(members) for _ in group["params"]] for group in unit.groups])
         number = {shape: i for i, shape in enumerate(shapes)}
-        with alone(core.binding.axes), divisions.collected() as notes:
+        with alone(core.binding.axes), divisions.collected() as notes, residuals.collected() as layouts:
             made = unit.transform.init(stand_ins)
         state, real = tree.by_path(made), [x.shape for x in pieces(params)]
         for path, x in tree.by_path(unit.state).items():
@@ -111,10 +130,19 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
             if division and len(found) == len(division.leaves):
                 for x, i, find in division.parts(node, [pieces(params)[n] for n in found]):
                     of_leaves.setdefault(id(x), []).append((found[i], find))
+        for k, errors in enumerate(errors_in(made)):
+            for note in layouts:
+                if note.state is errors and all(x.shape in number for x in note.leaves):
+                    unit.residuals.append((k, note, [number[x.shape] for x in note.leaves]))
         unit.parts = [of_leaves.get(id(x), []) for x in tree.leaves(unit.state)]
     return unit.places
 
 
+def errors_in(state: Tree) -> list[ErrorFeedbackState]:
+    """Return the residual errors that lie in vectors, outermost first."""
+    return [node for node in tree.named_tuples(state) if isinstance(node, ErrorFeedbackState)]
+
+
 def shards_in(state: Tree) -> list[Any]:
     """Return the states whose vectors are divided among ranks, outermost first."""
-    return [node for node in tree.named_tuples(state) if roles.roles_of(node).shard]
+    return [node for node in tree.named_tuples(state) if roles.is_shard(node)]

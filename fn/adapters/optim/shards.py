@@ -21,21 +21,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fn import tree
 from fn.base import Transform, facts_of
 from fn.collectives.axis import ALONE, Axis, Binding, bind
 from fn.collectives.carriers import group_of
+from fn.collectives.primitives import psum
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
-from fn.transforms.unsharded import Shards
+from fn.kernels.lists import squared_norms
+from fn.transforms.unsharded import Boxes, Shards
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+Tree = Any
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
@@ -54,6 +61,15 @@ def pieces(tensors: list[Tensor]) -> list[Tensor]:
         return [x.to_local() if is_dtensor(x) else x for x in tensors]
 
 
+def placed(grad: Tensor, p: Tensor) -> Tensor:
+    """Return a gradient that lies as its parameter does: one of a replicated DTensor may come as sums of the ranks."""
+    if not is_dtensor(grad) or not is_dtensor(p) or grad.placements == p.placements:
+        return grad
+    with torch.no_grad():
+        moved: Tensor = grad.redistribute(p.device_mesh, p.placements)
+    return moved
+
+
 def as_dtensor(piece: Tensor, like: DTensor) -> Tensor:
     """Return a tensor of this rank as its piece of a DTensor that is divided as another one; in the same memory."""
     from torch.distributed.tensor import DTensor
@@ -65,21 +81,22 @@ def as_dtensor(piece: Tensor, like: DTensor) -> Tensor:
 
 
 class Division(NamedTuple):
-    """How the DTensors of a param group are divided. group: the ranks that have their pieces."""
+    """How the DTensors of a param group are divided. groups: the ranks that have their pieces, by the axis' name."""
 
     shards: Shards
-    group: dist.ProcessGroup
+    groups: dict[str, dist.ProcessGroup]
 
     def bound(self, binding: Binding) -> Binding:
-        """Return the binding with the axis added. Raises: ValueError if other ranks are bound to its name."""
-        name, there = self.shards.axis, binding.axes.get(self.shards.axis)
-        # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
-        if there is None:
-            return Binding({**binding.axes, **bind({name: self.group}).axes})
-        if _ranks_of(there) != dist.get_process_group_ranks(self.group):
-            cure = "give one of the two another name, in mesh_dim_names or in fn.bind"
-            got = f"other ranks than those of the mesh axis {name!r}, over which the DTensors are divided"
-            raise ValueError(expected("params", f"no other ranks to be bound to {name!r}", got, cure))
+        """Return the binding with the axes added. Raises: ValueError if other ranks are bound to a name of theirs."""
+        for name, group in self.groups.items():
+            there = binding.axes.get(name)
+            # The mesh axis is bound for `make` under its own name; the user bound the optimizer's axes only.
+            if there is None:
+                binding = Binding({**binding.axes, **bind({name: group}).axes})
+            elif _ranks_of(there) != dist.get_process_group_ranks(group):
+                cure = "give one of the two another name, in mesh_dim_names or in fn.bind"
+                got = f"other ranks than those of the mesh axis {name!r}, over which the DTensors are divided"
+                raise ValueError(expected("params", f"no other ranks to be bound to {name!r}", got, cure))
         return binding
 
 
@@ -93,25 +110,71 @@ def _ranks_of(bound: Axis) -> list[int] | None:
 def division_of(params: Sequence[Tensor]) -> Division | None:
     """Return how the DTensors of a param group are divided; None without any.
 
-    Raises: ValueError if a DTensor is cut along several mesh axes, or two of them over different ranks.
+    A tensor that is divided over several axes of its mesh is divided over the ranks of all of them, which torch makes a
+    group of: every rank comes here when the optimizer is made.
+
+    Raises: ValueError if a DTensor is cut along several mesh axes that have no names, or is no matrix.
     """
-    dims, axes = list[int | None](), dict[tuple[str, str], dist.ProcessGroup]()
+    dims, names, groups, meshes = list[int | Boxes | None](), list[str](), dict[str, dist.ProcessGroup](), set[str]()
     for i, p in enumerate(params):
-        cuts = [j for j, q in enumerate(p.placements) if not q.is_replicate()] if is_dtensor(p) else []
         dims.append(None)
-        for mesh_dim in cuts:
-            placement, mesh = p.placements[mesh_dim], p.device_mesh  # type: ignore[attr-defined]
-            if len(cuts) > 1 or not placement.is_shard() or hasattr(placement, "split_factor"):  # interleaved
-                wanted = f"parameter {i} to be divided over one mesh axis for an optimizer of whole matrices"
-                raise ValueError(expected("params", wanted, f"the placements {p.placements}"))  # type: ignore[attr-defined]
-            dims[-1] = placement.dim
-            group, names = mesh.get_group(mesh_dim), mesh.mesh_dim_names
-            axes[names[mesh_dim] if names else "shard", group.group_name] = group
-    if len(axes) > 1:
-        wanted = "the DTensors of a param group to be divided over the same ranks"
-        raise ValueError(expected("params", wanted, f"{len(axes)} groups of ranks", "give each a group of its own"))
-    shapes = tuple(tuple(p.shape) for p in params)
-    return next((Division(Shards(name, shapes, tuple(dims)), group) for (name, _), group in axes.items()), None)
+        names.append("")
+        if not is_dtensor(p):
+            continue
+        mesh, placements, by_name = p.device_mesh, p.placements, p.device_mesh.mesh_dim_names
+        cuts = [j for j, q in enumerate(placements) if not q.is_replicate()]
+        if len(cuts) == 1:
+            dims[-1] = placements[cuts[0]].dim  # type: ignore[attr-defined]
+        elif cuts and (p.ndim > 2 or not by_name):
+            wanted = f"parameter {i} to be a matrix or a vector on a mesh with names of its axes"
+            raise ValueError(expected("params", wanted, f"the shape {tuple(p.shape)} and the mesh {mesh}"))
+        if cuts:
+            names[-1], group = ranks_of(mesh, cuts)
+            if groups.setdefault(names[-1], group).group_name != group.group_name:
+                wanted = f"the DTensors of a param group to be divided over {names[-1]!r} among the same ranks"
+                raise ValueError(expected("params", wanted, "two groups of ranks", "give each a group of its own"))
+        if len(cuts) > 1:
+            dims[-1] = boxes_of(mesh, placements, p.shape, tuple(dist.get_process_group_ranks(group)))
+        if mesh.ndim > 1 and by_name:
+            meshes.add("_".join(by_name))
+            groups.update([ranks_of(mesh, range(mesh.ndim))])
+    if not any(names):
+        return None
+    first = next(filter(None, names))
+    axes = tuple(name or first for name in names)  # what is not divided lies with any
+    shapes, axis = tuple(tuple(p.shape) for p in params), first if len({*axes}) == 1 else axes
+    # Replicas skip a step together, too: one that saw a NaN alone would go apart from the others.
+    return Division(Shards(axis, shapes, tuple(dims), beside=tuple(sorted(meshes))), groups)
+
+
+def ranks_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[str, dist.ProcessGroup]:
+    """Return the ranks along some axes of a mesh, and a name for them; those along several are made a group of."""
+    by_name = mesh.mesh_dim_names or ("shard",)
+    if len(dims) == 1:
+        return by_name[dims[0]] if mesh.mesh_dim_names else "shard", mesh.get_group(dims[0])
+    some = tuple(by_name[j] for j in dims)
+    return "_".join(some), mesh[some]._flatten().get_group()
+
+
+@cache
+def boxes_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, ranks: tuple[int, ...]) -> Boxes:
+    """Return what each of some ranks has of a tensor that is divided over several axes of a mesh."""
+    cuts = [j for j, q in enumerate(placements) if not q.is_replicate()]
+    # An interleaved placement cuts what those behind it have cut before.
+    order = [j for j in cuts if not hasattr(placements[j], "split_factor")]
+    order += [j for j in reversed(cuts) if hasattr(placements[j], "split_factor")]
+    starts, sizes = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for rank in ranks:
+        place = (mesh.mesh == rank).nonzero()[0].tolist()
+        start, size = [0] * len(shape), [*shape]
+        for j in order:
+            dim = placements[j].dim
+            rows = -(-size[dim] // mesh.size(j))  # as torch.chunk
+            begin = min(place[j] * rows, size[dim])
+            start[dim], size[dim] = start[dim] + begin, min(rows, size[dim] - begin)
+        starts.append(tuple(start))
+        sizes.append(tuple(size))
+    return Boxes(tuple(starts), tuple(sizes))
 
 
 def are_divided(params: Sequence[Tensor]) -> bool:
@@ -119,13 +182,29 @@ def are_divided(params: Sequence[Tensor]) -> bool:
     return any(not q.is_replicate() for p in params if is_dtensor(p) for q in p.placements)
 
 
-def check_divided(transform: Transform, max_norm: float | None, params: Sequence[Tensor]) -> None:
-    """Refuse what needs whole tensors where a param group is divided, with a ValueError that names link or max_norm."""
+def squared_norm(grads: Tree, params: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the sum of squares of whole tensors, 0-d: each counts once, however many ranks have the same piece of it.
+
+    Args: grads: this rank's pieces, those of all param groups. params: of each group. The axes over which they are
+        divided are bound.
+    """
+    axes = list[str]()
+    for group in params:
+        division = division_of(group)
+        shards = Shards("", dims=(None,) * len(group)) if division is None else division.shards
+        each = [shards.axis] * len(group) if isinstance(shards.axis, str) else shards.axis
+        axes += ["" if cut is None else name for name, cut in zip(each, shards.dims or (), strict=True)]
+    leaves, total = tree.leaves(grads), list[Tensor]()
+    for axis, places in sorted(tree.places_by(axes).items()):  # in one order on all ranks, for they send
+        square = squared_norms([leaves[i] for i in places]).sum()
+        total.append(psum(square, axis) if axis else square)
+    return torch.stack([x.to(total[0].device) for x in total]).sum() if total else torch.zeros((), dtype=torch.float32)
+
+
+def check_divided(transform: Transform, params: Sequence[Tensor]) -> None:
+    """Refuse what needs whole tensors where a param group is divided, with a ValueError that names the link."""
     if not are_divided(params):
         return
-    if max_norm is not None:
-        cure = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before the step"
-        raise ValueError(expected("max_norm", "None for DTensors, which lie in shards", f"{max_norm}", cure))
     facts = facts_of(transform)
     if facts.whole:
         wanted = "links that go element by element, for a rank has shards of its DTensors"
@@ -133,8 +212,8 @@ def check_divided(transform: Transform, max_norm: float | None, params: Sequence
         cure += "put fn.unsharded(link, shards) around one that needs whole tensors, in a make that takes shards"
         raise ValueError(expected("make's result", wanted, ", ".join(facts.whole), cure))
     division = division_of(params) if facts.shards else None
-    if division and (other := [axis for axis in facts.shards if axis != division.shards.axis]):
-        wanted = f"shards over {division.shards.axis!r}, over which the DTensors are divided"
+    if division and (other := [axis for axis in facts.shards if axis not in division.groups]):
+        wanted = f"shards over {', '.join(map(repr, division.groups))}, over which the DTensors are divided"
         cure = "let make take shards, which are given to it"
         raise ValueError(expected("make's result", wanted, f"over {', '.join(map(repr, other))}", cure))
 

@@ -26,7 +26,7 @@ from fn.adapters.optim.shards import as_dtensor, division_of, is_dtensor, pieces
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import copy_plan
-from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
+from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, PLAN, SAME, SHARD
 from fn.schedules import Remembering
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def flat_state(core: Core) -> dict[str, Tensor]:
         if names := group.get("param_names"):
             flat[f"groups.{g}.names"] = torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8, device="cpu")
     # What is compared in a load is copied, for some loaders write into the tensors that they are given.
-    compared, elsewhere = _with_role(core, "plan") | _with_role(core, "shard"), owned_elsewhere(core)
+    compared, elsewhere = _with_role(core, "place"), owned_elsewhere(core)
     for path, x in tree.by_path(core.states, "state.").items():
         if path not in elsewhere:
             flat[path] = x.clone() if path in compared else x
@@ -153,7 +153,7 @@ def restore(
     live, marks, here = {**(params or {}), **flat_state(core)}, marks_of(core), place_of(core)
     saved = {**{path: torch.zeros_like(live[path]) for path in lately_added(core) & live.keys()}, **saved}
     mine = {path: x for path, x in saved.items() if marks.get(path) != OWNED or path in live}
-    mine |= {path: live[path] for path in _with_role(core, "plan") & mine.keys()}  # owners are those of these ranks
+    mine |= {path: live[path] for path in mine if marks.get(path) == PLAN}  # owners are those of these ranks
     for path in (path for path in live if marks.get(path) == OWNED and path not in mine):
         cure = "save with fn.adapters.checkpoint, whose save and gather have the tensors of all ranks"
         raise ValueError(expected("state_dict", f"{path!r}, which this rank owns", "none", cure))
@@ -210,7 +210,7 @@ def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
             divisions = [division_of(group["params"]) for group in core.param_groups]
             for division in filter(None, divisions):  # also where the transform was not told, as `diloco` is not
                 binding = division.bound(binding)
-                shards.append(division.shards.axis)
+                shards += division.groups
         axes = [*dict.fromkeys([*core.axes, *shards])]
     rank, size = 0, 1
     for axis in axes:
@@ -226,7 +226,8 @@ def owned_elsewhere(core: Core) -> set[str]:
     Also what a tensor sat out that is empty here.
     """
     errors = {id(x) for x in roles.find(core.states, "errors")}  # of these a rank has a tuple with one for each tensor
-    owned = roles.find(core.states, "owned")
+    nodes = [node for node in tree.named_tuples(core.states) if roles.roles_of(node).place and not roles.is_shard(node)]
+    owned = [getattr(node, name) for node in nodes for name in roles.rank_local(node)]
     entries = [tree.leaves(entry) for x in owned for entry in (x if id(x) in errors else tree.leaves(x))]
     without = {id(x) for entry in entries if not all(x.numel() for x in entry) for x in entry}
     pairs = [pair for _, mus, counts in counted(owned) for pair in zip(mus, counts, strict=True)]
@@ -367,7 +368,7 @@ def check_tensor(path: str, x: Any) -> None:
 
 def check_shards(core: Core, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Refuse the shard of another rank with a ValueError."""
-    for path in _with_role(core, "shard"):
+    for path in _with_role(core, "place") - _marked(core, PLAN):
         (mine, count), (theirs, of) = live[path].tolist(), saved[path].tolist()
         if (theirs, of) != (mine, count):
             said = f"says shard {theirs} of {of}, but this rank has shard {mine} of {count}"
@@ -415,6 +416,10 @@ def _int64(value: int) -> Tensor:
 
 def _float64(value: Any) -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _marked(core: Core, kind: str) -> set[str]:
+    return {path for path, mark in marks_of(core).items() if mark == kind}
 
 
 def _with_role(core: Core, role: str) -> set[str]:

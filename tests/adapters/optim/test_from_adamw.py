@@ -144,6 +144,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed():
     _, text = refused(lambda ps: (adamw(ps), fn.Optimizer(ps, partial(fn.loco_adamw, axis="data"))))
     assert text.startswith("expected the state of param group 0 to hold one mu, nu and age of each over all param")
     assert text.endswith("run a warm-up instead, in which its moments build up")
+    _, text = refused(lambda ps: (adamw(ps), fn.Optimizer(ps, partial(fn.zero_one_adam, axis="data"))))
+    assert "it holds 1 first moments and 1 pairs of ages, or parts of tensors, or each rank's own" in text
     several = lambda ps: [{"params": ps[:1], "betas": (0.5, 0.9)}, {"params": ps[1:]}]  # noqa: E731
     _, text = refused(lambda ps: (adamw(several(ps)), of_fn(ps)))
     assert text == "expected adamw to have the same betas for all of param group 0, but got several"

@@ -105,7 +105,7 @@ OWN_MOMENTA: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
 
 
 @pytest.mark.parametrize("name", OWN_MOMENTA)
-def test_momenta_of_a_rank_rest_too_and_what_codes_delivered_is_what_ranks_have_of_it(name):
+def test_momenta_of_a_rank_rest_too_and_so_does_the_sum_of_what_codes_delivered(name):
     make, schedule = OWN_MOMENTA[name]
     plan = [1.0, None, None, 2.0, None, -1.0, 0.5] * 3
     resting, without = three(torch.float32), three(torch.float32)

@@ -233,7 +233,10 @@ def order_of_phases(*phases: Any) -> Any:
     return lambda step: phases[min(step, len(phases) - 1)]
 
 
-@pytest.mark.parametrize("make", [fn.diloco, fn.local_sgd, fn.sparse_loco, fn.muloco, fn.zero_one_adam])
+FIRST_ALIKE = [fn.diloco, fn.local_sgd, fn.sparse_loco, fn.muloco, fn.zero_one_adam, fn.contrib.des_loc]
+
+
+@pytest.mark.parametrize("make", FIRST_ALIKE)
 def test_a_warm_up_step_behind_local_steps_is_refused_however_steps_are_taken(make):
     """In place or link by link: ranks that stepped alone would otherwise stay apart for good."""
     param = torch.nn.Parameter(torch.ones(8, 8))

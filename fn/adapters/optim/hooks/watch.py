@@ -25,7 +25,6 @@ from fn.collectives.agreement import gather_values
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.inplace.match import slow_tensors
-from fn.inplace.protocol import InPlace
 from fn.kernels.table import cells
 from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
 from fn.transforms.skip_nonfinite import all_finite
@@ -191,7 +190,7 @@ def _say_slow(core: Core, phase: Phase | Round) -> None:
     for unit, update in zip(core.units, updates_of(core, phase), strict=True):
         members = unit.members
         grads = [p if p.grad is None else p.grad for p in members]
-        if isinstance(update, InPlace) and (reason := slow_tensors(pieces(members), pieces(grads)) if members else ""):
+        if update.kernels and (reason := slow_tensors(pieces(members), pieces(grads)) if members else ""):
             text = "the %s step is taken link by link, in several times the memory traffic: in a param group %s"
             logger.warning(text, phase.phase.value, reason)
 

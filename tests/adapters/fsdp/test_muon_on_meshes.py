@@ -1,0 +1,311 @@
+"""Optimizers of whole matrices on meshes of several axes: the params of one process, whatever piece a rank has."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks import run
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import fn
+from fn.contrib import lion_muon
+
+STEPS = 5
+ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
+SHAPES = [(7, 6), (5, 9), (8, 8), (6, 7), (3, 5), (4, 10), (9, 5), (11, 6), (5,), (6,), (7,)]
+"""Matrices, the last of which is an embedding, and vectors; their sides are not divided by a mesh."""
+
+PLACEMENTS: dict[str, list[tuple[Any, Any]]] = {
+    "FSDP2 x TP": [(_StridedShard(0, split_factor=2), ROWS), (ROWS, COLUMNS), (ROWS, ROWS), (COLUMNS, ROWS),
+                   (ROWS, WHOLE), (WHOLE, COLUMNS), (WHOLE, WHOLE), (ROWS, ROWS),
+                   (ROWS, WHOLE), (_StridedShard(0, split_factor=2), ROWS), (WHOLE, WHOLE)],
+    "HSDP": [(WHOLE, ROWS)] * len(SHAPES),
+    "TP alone": [(WHOLE, COLUMNS), (WHOLE, ROWS)] * 4 + [(WHOLE, WHOLE)] * 3,
+}  # fmt: skip
+"""Of each tensor, over two axes."""
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "muon": (fn.muon, {}),
+    "normuon": (fn.normuon, {}),
+    "muon with lion": (partial(fn.muon, other="lion"), {}),
+}
+
+
+def tensors(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def labels() -> list[str]:
+    return ["hidden"] * 7 + ["other"] * 4
+
+
+def placed(x: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    """Return a DTensor, an interleaved one as FSDP2 makes it: cut by the second axis, then by the first."""
+    first, second = placements
+    if not isinstance(first, _StridedShard):
+        return distribute_tensor(x, mesh, placements)
+    piece = distribute_tensor(x, mesh["tp"], (second,)).to_local()
+    piece = distribute_tensor(piece, mesh["fsdp"], (Shard(first.dim),)).to_local()
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+def trained(make: Any, place: Any, **more: Any) -> fn.Optimizer:
+    """Train by given gradients. Args: place: makes a DTensor of each."""
+    params = [torch.nn.Parameter(place(i, x)) for i, x in enumerate(tensors(0))]
+    opt = fn.Optimizer(params, partial(make, labels=labels()), lr=0.05, **more)
+    for step in range(STEPS):
+        for i, (p, g) in enumerate(zip(params, tensors(step + 1), strict=True)):
+            p.grad = place(i, g)
+        opt.step()
+    return opt
+
+
+def whole(opt: fn.Optimizer) -> list[Tensor]:
+    params = opt.param_groups[0]["params"]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
+
+
+def on_meshes() -> dict[Any, float]:
+    mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    found = {}
+    for name, (make, more) in METHODS.items():
+        alone = whole(trained(make, lambda i, x: x, **more))
+        for where, placements in PLACEMENTS.items():
+            opt = trained(make, lambda i, x, of=placements: placed(x, mesh, of[i]), **more)
+            pairs = zip(whole(opt), alone, strict=True)
+            found[where, name] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found
+
+
+def test_steps_on_a_mesh_are_those_of_one_process() -> None:
+    for found in run(4, on_meshes):
+        assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-6))
+
+
+def clipped_norms() -> dict[str, Any]:
+    """Clip by `max_norm`, of AdamW's elements and Muon's matrices, and by torch's function of whole tensors."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), {}
+    for name, make in {"adamw": fn.adamw, "muon": partial(fn.muon, labels=labels())}.items():
+        for where, placements in PLACEMENTS.items():
+            ends = []
+            for place in (lambda x, q: x, lambda x, q: placed(x, mesh, q)):
+                params = [torch.nn.Parameter(place(x, q)) for x, q in zip(tensors(0), placements, strict=True)]
+                clips = not isinstance(params[0], DTensor)
+                opt = fn.Optimizer(params, make, lr=0.05, **{} if clips else {"max_norm": 0.7})
+                for step in range(STEPS):
+                    for p, g, q in zip(params, tensors(step + 1), placements, strict=True):
+                        p.grad = place(g, q)
+                    if clips:
+                        torch.nn.utils.clip_grad_norm_(params, 0.7)
+                    opt.step()
+                ends.append(whole(opt))
+            before = [p.to_local().clone() for p in params]
+            params[0].grad = placed(tensors(9)[0], mesh, placements[0])
+            if dist.get_rank() == 1:
+                params[0].grad.to_local().fill_(torch.nan)
+            opt.step()
+            still = all(torch.equal(p.to_local(), old) for p, old in zip(params, before, strict=True))
+            found[name, where] = max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True)), still, opt.skipped
+    return found
+
+
+def test_max_norm_on_a_mesh_is_that_of_whole_tensors_and_a_nan_on_one_rank_skips_on_all() -> None:
+    for found in run(4, clipped_norms):
+        for (name, where), (apart, still, skipped) in found.items():
+            assert apart <= 1e-6
+            # of AdamW's elements whoever shares the norm hears of it; replicas have one gradient, and ask nobody
+            if name == "muon" or where == "FSDP2 x TP":
+                assert (still, skipped) == (True, 1)
+
+
+class Sent:
+    """What codes deliver of pieces, each with a residual error of its own."""
+
+    def __init__(self) -> None:
+        self.errors: dict[Any, Tensor] = {}
+
+    def __call__(self, key: Any, x: Tensor) -> Tensor:
+        codec = fn.int8()
+        v = x.reshape(-1) + self.errors.get(key, 0)
+        padded = nn.functional.pad(v, (0, -v.numel() % codec.align))
+        got = codec.decode(codec.encode(padded[None]))[0, : v.numel()] if v.numel() else v
+        self.errors[key] = v - got
+        return got.reshape(x.shape)
+
+
+def in_pieces(boxes: list[list[tuple[slice, ...]]], steps: int) -> list[Tensor]:
+    """Return Muon's matrices after steps whose momenta and updates travel piece by piece, but for the first step."""
+    params, momenta, sent = tensors(0)[:7], [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES[:7]], Sent()
+    iterations = fn.orthogonalize(coefficients="polar_express")
+    for step in range(steps):
+        for i, g in enumerate(tensors(step + 1)[:7]):
+            momenta[i] = 0.95 * momenta[i] + g
+            direction = g + 0.95 * momenta[i]
+            arrived = direction.clone()
+            for r, box in enumerate(boxes[i] if step else ()):
+                arrived[box] = sent(("there", i, r), direction[box])
+            u = iterations.warmup_update([arrived], (), [params[i]])[0][0]
+            back = u.clone()
+            for r, box in enumerate(boxes[i] if step else ()):
+                back[box] = sent(("back", i, r), u[box])
+            params[i] = params[i] - 0.05 * back
+    return params
+
+
+def muon_in_int8() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    placements, boxes = PLACEMENTS["FSDP2 x TP"][:7], []
+    for shape, q in zip(SHAPES, placements, strict=False):
+        index = torch.arange(shape[0] * shape[1]).view(shape)
+        mine = placed(index, mesh, q).to_local()
+        rows, columns = (mine // shape[1]).flatten().tolist(), (mine % shape[1]).flatten().tolist()
+        box = ((rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)) if rows else ((0, 0), (0, 0))
+        of_ranks: list[Any] = [None] * 4
+        dist.all_gather_object(of_ranks, box)
+        is_whole = all(p.is_replicate() for p in q)
+        boxes.append([] if is_whole else [tuple(slice(*ends) for ends in each) for each in dict.fromkeys(of_ranks)])
+    params = [torch.nn.Parameter(placed(x, mesh, q)) for x, q in zip(tensors(0), placements, strict=False)]
+    make = partial(fn.muon, codec=fn.int8(), labels=["hidden"] * 7, weight_decay=0.0)
+    opt = fn.Optimizer(params, make, lr=0.05, schedule=fn.freeze_after(1))
+    for step in range(STEPS):
+        for p, g, q in zip(params, tensors(step + 1), placements, strict=False):
+            p.grad = placed(g, mesh, q)
+        opt.step()
+    return far(whole(opt), in_pieces(boxes, STEPS))
+
+
+def test_in_int8_the_steps_are_those_of_whole_tensors_whose_pieces_are_encoded_alike() -> None:
+    assert max(run(4, muon_in_int8)) <= 1e-6
+
+
+class Net(nn.Module):
+    """Two pairs of matrices, of uneven sides, an embedding and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6)
+        pair = lambda: nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})  # noqa: E731
+        self.pairs = nn.ModuleList([pair(), pair()])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for pair in self.pairs:
+            x = x + pair["down"](torch.tanh(pair["up"](x)))
+        return self.head(self.norm(x))
+
+
+def on(shape: tuple[int, ...]) -> tuple[Net, fn.Optimizer]:
+    """Return a model on a mesh, FSDP2 of as many ranks as the first number says times tensor parallelism."""
+    model = Net()
+    if shape:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tp")[: len(shape)])
+        for pair in model.pairs if len(shape) > 1 else ():
+            parallelize_module(pair, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["fsdp"])
+    return model, fn.Optimizer(model.named_parameters(), fn.normuon, labels=fn.labels_of(model), lr=0.05,
+                               max_norm=1.0)  # fmt: skip
+
+
+def train(model: nn.Module, opt: fn.Optimizer, steps: range) -> list[Tensor]:
+    """Train on data that is the same on all ranks; return the params."""
+    for step in steps:
+        tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(tokens[0]), tokens[1]).backward()
+        opt.step()
+        opt.zero_grad()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+def everything(model: nn.Module, opt: fn.Optimizer) -> dict[str, Tensor]:
+    """Return the numbers of a run as whole tensors: on another mesh they are the same."""
+    found = {**model.state_dict(), **opt.state_dict()}
+    whole = {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in found.items() if isinstance(x, Tensor)}
+    return {k: x for k, x in whole.items() if "owners" not in k}
+
+
+def trained_on_fsdp_and_tp(folder: str) -> dict[str, Any]:
+    """Train on 2 x 2, as one process does; save, go on, and load on 4 ranks of FSDP2 alone."""
+    model, opt = on((2, 2))
+    kinds = {str(p.placements) for p in model.parameters()}
+    found: dict[str, Any] = {"interleaved": any("Strided" in kind for kind in kinds)}
+    first = train(model, opt, range(3))
+    found["from one process"] = far(first, train(*on(()), range(3)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict(), "opt": opt.state_dict()}, checkpoint_id=folder)
+        saved = everything(model, opt)
+        again, other = on((4,))
+        state = {"model": again.state_dict(), "opt": other.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+    again.load_state_dict(state["model"])
+    other.load_state_dict(state["opt"])
+    loaded = everything(again, other)
+    found["loaded otherwise"] = [k for k, x in saved.items() if k not in loaded or not torch.equal(loaded[k], x)]
+    found["behind it"] = far(train(model, opt, range(3, 8)), train(again, other, range(3, 8)))
+    return found
+
+
+def far(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def test_a_model_on_fsdp2_and_tensor_parallelism_trains_as_in_one_process_and_goes_on_without_it(tmp_path) -> None:
+    for found in run(4, trained_on_fsdp_and_tp, str(tmp_path)):
+        assert found["interleaved"]
+        assert found["from one process"] <= 1e-6
+        assert found["loaded otherwise"] == []
+        assert found["behind it"] <= 1e-6
+
+
+ISLANDS: dict[str, tuple[Any, Any]] = {
+    "muloco": (fn.muloco, fn.every(2, start=0)),
+    "sign_muon": (fn.sign_muon, fn.freeze_after(0)),
+    "lion_muon": (lion_muon, fn.freeze_after(0)),
+}
+"""Not Dion: its factors start from a random matrix for each place in the list that an owner has."""
+MATRICES = PLACEMENTS["FSDP2 x TP"][:7]
+
+
+def islands_of_meshes() -> dict[str, float]:
+    """Train hidden matrices on two islands of 2 x 2 ranks, and on two ranks that have whole ones."""
+    mesh, found = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("island", "fsdp", "tp")), {}
+    inside = mesh["fsdp", "tp"]
+    for name, (make, schedule) in ISLANDS.items():
+        ends = []
+        for place in (lambda x, q: x, lambda x, q: placed(x, inside, q)):
+            pairs = [*zip(tensors(0), MATRICES, strict=False)]
+            params = [torch.nn.Parameter(place(x, q)) for x, q in pairs]
+            with fn.bind(mesh["island"]):
+                hyper = {"labels": ["hidden"] * len(params)}
+                opt = fn.Optimizer(params, partial(make, axis="island", **hyper), schedule=schedule, lr=0.05)
+            for step in range(6):
+                # Votes of two voters that differ are ties, which are broken by an element's place in what a rank has.
+                island = mesh.get_local_rank("island")
+                seed, longer = 10 * step + island * (name == "muloco"), 1 + island
+                for p, g, q in zip(params, tensors(seed), MATRICES, strict=False):
+                    p.grad = place(longer * g, q)
+                opt.step()
+            ends.append(whole(opt))
+        found[name] = far(*ends)
+    return found
+
+
+@pytest.mark.reliability
+def test_islands_of_fsdp2_and_tensor_parallelism_take_the_steps_of_whole_matrices() -> None:
+    for found in run(8, islands_of_meshes):
+        assert found == dict.fromkeys(ISLANDS, pytest.approx(0, abs=1e-6))
