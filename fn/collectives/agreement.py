@@ -27,7 +27,7 @@ from fn.base import name_of
 from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding, names, ranks_around, resolve
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
-from fn.collectives.following import aside, shared
+from fn.collectives.following import aside, is_replayed, shared
 from fn.collectives.primitives import all_gather, psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import abort_connections
@@ -254,8 +254,8 @@ def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> l
 def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
     """Compare fields over the ranks of an axis, or of several; every rank must call it.
 
-    Simulated ranks run the same call and always agree. Kernels are compared, too: others round differently, and send
-    other things.
+    Simulated and replayed ranks run the same call and always agree. Kernels are compared, too: others round
+    differently, and send other things.
 
     Args:
         axis: the axis' name, or several names; these must reach as many ranks as their sizes' product.
@@ -263,7 +263,7 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
         device: where the exchange takes place (NCCL needs the accelerator).
     Raises: `RanksDisagree`, on every rank, that names the first rank and field that differ from rank 0.
     """
-    if axis_size(axis) == 1 or any(resolve(name).transport == SIMULATED for name in names(axis)):
+    if axis_size(axis) == 1 or any(resolve(name).transport == SIMULATED for name in names(axis)) or is_replayed(axis):
         return
     with calling(CONSTRUCTION, names(axis), device):
         if not isinstance(axis, str):

@@ -131,6 +131,7 @@ class _Place:
 
     def __init__(self, log: Log, key: Key, axes: Collection[str]):
         self.log, self.key, self.axes = log, key, axes
+        self.averaged = set[str]()  # over which something was alike before
         self.counts: dict[str, count[int]] = {}
 
 
@@ -156,11 +157,15 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
     if place is None:
         return make()
     over = axes.names(axis)
-    if axes.axis_size(over) == 1 or any(name not in over and axes.axis_size(name) > 1 for name in place.axes):
-        return make()  # nothing is sent, or other ranks of an outer axis have another result
+    if axes.axis_size(over) == 1:
+        return make()
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         what = "simulated ranks" if axes.is_simulated(over) else "code that torch.compile or torch.func traces"
         raise RuntimeError(expected("step", "real ranks and eager code, to be recorded or replayed", what))
+    # A mean over one axis and then over another one is alike on both. What is alike on fewer is not for a follower.
+    place.averaged.update(over)
+    if any(name not in place.averaged and axes.axis_size(name) > 1 for name in place.axes):
+        return make()
     site: Key = kind, next(place.counts.setdefault(kind, count()))
     if place.log.reads:
         return place.log.read((*place.key, *site), like())
@@ -337,6 +342,13 @@ def _check_callable(name: str, f: Any) -> None:
 
 
 _numbers = count()
+REPLAYED = "replayed "
+"""What the names of the transports of `replayed` begin with."""
+
+
+def is_replayed(axis: AxisNames) -> bool:
+    """Tell whether the ranks of an axis, or of one of several, are those of a log."""
+    return any(axes.resolve(name).transport.startswith(REPLAYED) for name in axes.names(axis))
 
 
 def echoing(sizes: Mapping[str, int]) -> Binding:
@@ -345,7 +357,7 @@ def echoing(sizes: Mapping[str, int]) -> Binding:
         if not isinstance(size, int) or size < 1:
             raise ValueError(expected("axes", f"a number of ranks of {name!r}, at least 1", f"{size!r}"))
     # Names of its own: threads that follow two runs do not wait for each other's messages.
-    names = {name: f"replayed {name} {next(_numbers)}" for name in sizes}
+    names = {name: f"{REPLAYED}{name} {next(_numbers)}" for name in sizes}
     return Binding(
         {
             name: Axis(size, torch.tensor(0, dtype=torch.int64, device="cpu"), register(names[name], _echo(size)))
