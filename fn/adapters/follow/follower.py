@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fn.adapters.follow.log_format import JSON, Frame
 from fn.adapters.follow.log_reader import LogReader
 from fn.adapters.follow.run import (
+    ADDED,
     DIGEST_BYTES,
     DIGESTS,
     agreed_of,
@@ -169,6 +170,8 @@ class Follower:
                     got = f"{tensors[name].dtype} {[*tensors[name].shape]}"
                     raise ValueError(expected("model", f"{name!r} like the run's, {got}", f"{x.dtype} {[*x.shape]}"))
                 x.copy_(tensors[name])
+        for unit in self.optimizer.units:
+            unit.versions = []  # it is not to warn of what the snapshot has written
         self.steps = self.optimizer.steps = step
         self._is_there = True
 
@@ -192,9 +195,10 @@ class Follower:
                 raise ValueError(expected("model", f"{listed} more parameters", f"{len(found)}", cure))
             made.append({"params": found})
         settings = [{k: x for k, x in group.items() if k != "frozen"} for group in groups]
+        for given in made:
+            for p in given["params"]:  # which is left out of a group if it is frozen when that is made
+                (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
         if anew:
-            for p in self._trained:
-                p.requires_grad_(True)  # which an earlier start may have frozen
             header: Any = self._reader.header
             with echoing(header["axes"]):
                 self.optimizer = Optimizer(
@@ -205,9 +209,13 @@ class Follower:
                     refuse_averaged=False,
                 )
             self.optimizer.log = self._log
-        for given, own in [*zip(made, settings, strict=True)][len(self.optimizer.param_groups) :]:
-            for p in given["params"]:
-                (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
+        added = dict(frame.records)
+        for g in range(len(self.optimizer.param_groups), len(made)):
+            given, own = made[g], settings[g]
+            # Before its state is made, which may begin with a copy of them.
+            for p, data in zip(given["params"], added[ADDED, g], strict=True):
+                tensor = (p[1] if isinstance(p, tuple) else p).detach()
+                tensor.view(-1).view(torch.uint8).copy_(_words(data))
             with warnings.catch_warnings():  # the run has said it
                 warnings.simplefilter("ignore")
                 self.optimizer.add_param_group(given | own)
@@ -224,7 +232,7 @@ class Follower:
         frame = self._reader.frame(step)
         self._follow_numbers(frame)
         self._phase = phase_from(frame.phase)
-        records = dict(frame.records)
+        records = {key: leaves for key, leaves in frame.records if key[0] != ADDED}
         digests = records.pop(DIGESTS, None)
         buffers = {
             key: [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in leaves if x]

@@ -12,8 +12,10 @@ import torch
 from fn.adapters.follow.log_format import JSON, digest_of
 from fn.adapters.follow.log_writer import LogWriter
 from fn.adapters.follow.run import (
+    ADDED,
     DIGESTS,
     agreed_of,
+    bytes_of,
     digests_of,
     numbers_of,
     params_of,
@@ -38,6 +40,7 @@ class Publication:
         self._optimizer, self._open_log = optimizer, open_log
         self._snapshot_every, self._digest_every = snapshot_every, digest_every
         self._said: dict[str, JSON] = {}  # of the groups, since the last snapshot
+        self._groups, self._added = 0, list[tuple[tuple[str | int, ...], list[bytes]]]()
         self._is_stale, self._owes_snapshot = False, False
         optimizer.log = self._heard = Log()
         self._open()
@@ -66,13 +69,17 @@ class Publication:
         self._owes_snapshot = bool(optimizer.flights)
         if not self._owes_snapshot:
             self._log.snapshot(self._next, {**params_of(optimizer), **state_of(optimizer)})
-            self._said = {}  # who starts from it has heard nothing before
+            self._groups, self._said = len(optimizer.param_groups), {}  # who starts from it has heard nothing before
 
     def _before_step(self, *_: Any) -> None:
         # A step that raised behind its local part, or a checkpoint: the log goes on from here as a restarted run's.
         if self._is_stale or self._optimizer.steps != self._next:
             self._log.close()
             self._open()
+        groups = self._optimizer.param_groups
+        for g in range(self._groups, len(groups)):
+            self._added.append(((ADDED, g), [*map(bytes_of, groups[g]["params"])]))
+        self._groups = len(groups)
 
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
@@ -82,7 +89,8 @@ class Publication:
         changed |= dict.fromkeys(self._said.keys() - now.keys())  # null: there is none any more
         changed |= {} if optimizer.moved else {"skipped": True}
         self._said = now
-        records = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
+        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
+        records, self._added = [*self._added, *heard], []
         digest = None
         # While a mean is on its way, a look at what ranks agree on would let it land, and here only.
         if (step + 1) % self._digest_every == 0 and not optimizer.flights:

@@ -23,6 +23,9 @@ DIGESTS = ("digests",)
 
 DIGEST_BYTES = 8
 
+ADDED = "added"
+"""What the keys of records begin with that have the parameters of a group, by its number, as it was added."""
+
 
 def settings_of(make: Callable[..., Transform]) -> dict[str, JSON]:
     """Return what `make` makes, as text by name."""
@@ -95,10 +98,12 @@ def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
     return {path: x for path, x in tree.by_path(optimizer.states, "state.").items() if marks[path] in (SAME, PLAN)}
 
 
+def bytes_of(x: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    data: bytes = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
+    return data
+
+
 def digests_of(tensors: Sequence[Tensor]) -> bytes:
     """Return a digest of each tensor, one behind the other."""
-    found = []
-    for x in tensors:
-        data = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
-        found.append(hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest())
-    return b"".join(found)
+    return b"".join(hashlib.blake2b(bytes_of(x), digest_size=DIGEST_BYTES).digest() for x in tensors)

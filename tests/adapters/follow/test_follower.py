@@ -48,8 +48,9 @@ def optimizer(net, name, group=None):
 
 
 def agreed(net, opt):
+    """Return what ranks agree on, of the layers that are trained."""
     with fn.adapters.agreed_params(opt):
-        return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+        return torch.cat([p.detach().reshape(-1) for group in opt.param_groups for p in group["params"]])
 
 
 def trained(name, folder, group=None):
@@ -131,7 +132,6 @@ def followed(source, name, **options):
     net = start(torch.nn.Sequential(*(layer for layer in model())))
     for p in net.parameters():
         torch.nn.init.normal_(p.data)
-    net[3].load_state_dict(model()[3].state_dict())  # not trained at first, so the log does not have it
     return net, Follower(source, net, make_of(name), **options)
 
 
