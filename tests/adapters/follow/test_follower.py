@@ -199,3 +199,27 @@ def test_a_run_of_which_nothing_is_heard_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"optimizer: expected an fn\.Optimizer"):
         publish(torch.optim.AdamW(net.parameters()), tmp_path)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_command_writes_the_parameters_behind_a_step(tmp_path):
+    from safetensors.torch import load_file
+
+    found, folder = run("sign_muon")
+    (tmp_path / "of_run.py").write_text(
+        "import functools, torch, fn\n"
+        "def made():\n"
+        "    layers = [torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)]\n"
+        "    return torch.nn.Sequential(*layers), functools.partial(fn.sign_muon, axis='data')\n"
+    )
+    command = ("-m", "fn", "log", str(folder), "--make", "of_run:made", "--out", "step13.safetensors", "--replay", "13")
+    ended = ranks.python(*command, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    written = load_file(tmp_path / "step13.safetensors")
+    order = ["0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
+    assert torch.equal(torch.cat([written[name].reshape(-1) for name in order]), found[13])
+    again = ranks.python(*command, cwd=tmp_path)
+    assert again.returncode == 2
+    assert "step13.safetensors" in again.stderr
+    wrong = ranks.python(*command[:-1], "99", cwd=tmp_path)
+    assert "step: expected one of the log" in wrong.stderr
+    assert "go together" in ranks.python(*command[:6], cwd=tmp_path).stderr
