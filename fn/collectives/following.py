@@ -181,13 +181,13 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
 _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
-def at(log: Log | None, key: Key, axes: Collection[str]) -> AbstractContextManager[None]:
+def at(log: Log | None, key: Key, axes: Callable[[], Collection[str]]) -> AbstractContextManager[None]:
     """Return a context in which results that are alike belong to a place of this thread's log, or else of another one.
 
-    Args: log: None for none. axes: those over which the ranks agree on this place's results.
+    Args: log: None for none. axes: returns those over which the ranks agree on this place's results.
     """
     log = _here.log or log
-    return _NOWHERE if log is None else _at(log, key, axes)
+    return _NOWHERE if log is None else _at(log, key, axes())
 
 
 @contextmanager
@@ -200,9 +200,13 @@ def _at(log: Log, key: Key, axes: Collection[str]) -> Iterator[None]:
         _here.place = before
 
 
-@contextmanager
-def aside() -> Iterator[None]:
+def aside() -> AbstractContextManager[None]:
     """Record nothing in this context but at the places that are named in it: headers and probes belong to no step."""
+    return _NOWHERE if _here.place is None else _aside()
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
     before, _here.place = _here.place, None
     try:
         yield

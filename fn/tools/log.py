@@ -1,10 +1,15 @@
-"""`python -m fn log FOLDER`: what is in the log of a run, a line for each step."""
+"""`python -m fn log FOLDER`: what is in the log of a run, a line for each step; or the parameters behind one."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
 
-from fn.adapters.follow.log_format import Frame
+from fn.adapters.follow.follower import Follower
+from fn.adapters.follow.log_format import Frame, tensors_module
 from fn.adapters.follow.log_reader import LogReader
 
 
@@ -14,14 +19,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Show the steps in the log of a run: phase, bytes, what changed, skips and digests; restarts too."
     )
     parser.add_argument("folder", metavar="FOLDER", help="of the log, or its http or https address")
+    parser.add_argument(
+        "--make",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns the run's model and make",
+    )
+    parser.add_argument("--replay", metavar="STEP", type=int, help="replay the run up to this step; with --make, --out")
+    parser.add_argument("--out", metavar="FILE", help="a new file for the model's state dict behind it, of safetensors")
 
 
 def run(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Print a line for each step; behind them what they sum up to."""
+    """Print a line for each step, and behind them what they sum up to; or replay the run up to a step."""
+    given = [flags.make, flags.replay, flags.out]
+    if None in given and given != [None] * 3:
+        parser.error("--make, --replay and --out go together")
     try:
-        _show(LogReader(flags.folder))
-    except (ValueError, LookupError, OSError) as error:
+        if flags.make is None:
+            _show(LogReader(flags.folder))
+        else:
+            _replay(flags)
+    except (ValueError, LookupError, OSError, RuntimeError, ImportError) as error:
         parser.error(str(error))
+
+
+def _replay(flags: argparse.Namespace) -> None:
+    module, _, function = flags.make.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` looks for modules
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImportError(f"--make: expected MODULE:FUNCTION, but got {flags.make!r}: {error}") from error
+    model, make = found()
+    follower = Follower(flags.folder, model, make)
+    follower.to(flags.replay)
+    data = tensors_module().save({name: x.contiguous() for name, x in model.state_dict().items()})
+    with Path(flags.out).open("xb") as file:  # a file that is there stays as it is
+        file.write(data)
+    print(f"step {flags.replay}: {len(data):,} bytes in {flags.out}")
 
 
 def _show(reader: LogReader) -> None:

@@ -11,7 +11,7 @@ torch's own hooks, `register_step_pre_hook` and `register_step_post_hook`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -252,10 +252,15 @@ class Core(torch.optim.Optimizer):
 
     def agreeing(self, index: int, part: str, number: int | None = None) -> AbstractContextManager[None]:
         """Name the place of what all ranks get alike: a unit, the phase of its step, or a part of an exchange."""
-        facts = facts_of(self.units[index].transform)
-        if number is None:
-            return following.at(self.log, (index, part), getattr(facts.averaged, part) or facts.axes)
-        return following.at(self.log, (index, f"{part} {number}"), {*facts.axes}.difference(facts.inside))
+
+        def axes() -> Collection[str]:
+            facts = facts_of(self.units[index].transform)
+            if number is not None:
+                return {*facts.axes}.difference(facts.inside)
+            averaged: tuple[str, ...] = getattr(facts.averaged, part)
+            return averaged or facts.axes
+
+        return following.at(self.log, (index, part if number is None else f"{part} {number}"), axes)
 
     @property
     def resting(self) -> list[str]:
@@ -400,7 +405,7 @@ def agree_to_step(core: Core, ok: bool, phase: Phase | Round) -> bool:
     if len(core.units) < 2 or not axes:  # a unit's own guard asks the ranks that have the rest of its tensors
         return ok
     flag, device = torch.tensor(ok, dtype=torch.bool, device="cpu"), device_of(core)
-    with following.at(core.log, ("step", "taken"), ()):
+    with following.at(core.log, ("step", "taken"), tuple):
         return bool(true_on_all(flag, tuple(axes), device))
 
 

@@ -280,7 +280,7 @@ class Optimizer(Core):
         if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
             kind = Phase.LOCAL if isinstance(phase, Round) else phase
             params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
-            with following.at(self.log, ("gradients", kind.value), self.axes):
+            with following.at(self.log, ("gradients", kind.value), lambda: self.axes):
                 grads = gradients.clipped(grads, params, kind, self.max_norm, self.axes, states, self.square_of)
         return grads
 
@@ -293,7 +293,7 @@ class Optimizer(Core):
         """Return states in which late gradients are clipped by the norm over all param groups."""
         if self.max_norm is None:
             return states
-        with following.at(self.log, ("gradients", role), self.axes):
+        with following.at(self.log, ("gradients", role), lambda: self.axes):
             return gradients.clipped_late(states, role, self.max_norm, self.axes, self.square_of)
 
     def staging(self, phase: Phase | Round) -> Binding:

@@ -1,0 +1,272 @@
+"""`Follower`: has the parameters of a published run after every step, and is no rank of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fn.adapters.follow.log_format import JSON, Frame
+from fn.adapters.follow.log_reader import LogReader
+from fn.adapters.follow.run import (
+    ADDED,
+    DIGEST_BYTES,
+    DIGESTS,
+    agreed_of,
+    digests_of,
+    groups_from,
+    params_of,
+    phase_from,
+    settings_of,
+    state_of,
+)
+from fn.adapters.optim.optimizer import Optimizer
+from fn.base import Phase, Round, Transform
+from fn.collectives.following import Log, echoing
+from fn.errors import expected
+
+LOOK = 0.2
+"""Seconds between two looks for the next step."""
+
+OnDivergence = Literal["raise", "snapshot"]
+
+
+class Diverged(RuntimeError):
+    """A follower's parameters are others than those of the run. step: behind which; tensor: the first of them."""
+
+    def __init__(self, message: str, *, step: int, tensor: str):
+        super().__init__(message)
+        self.step, self.tensor = step, tensor
+
+
+class Follower:
+    """Take the steps of a published run, with what its ranks got, and without gradients or process groups.
+
+        for step in fn.adapters.follow.Follower("run", model, make, patience=600):
+            evaluate(model)                                             # as behind this step of the run
+
+    It starts from the first snapshot; `to` from the nearest one. Learning rates and other numbers, added groups,
+    skipped steps and phases come from the log. Where a trainer was restarted from a step before that which is reached
+    here, it goes back.
+
+    In rounds, as of `fn.diloco`, a rank's parameters between exchanges are its own: evaluate what the ranks agree on,
+    within `fn.adapters.agreed_params(follower.optimizer, model)`.
+
+    Args:
+        source: the folder of the log, or the http or https address where a file server shows it.
+        model: shaped like the run's, with its names; its parameters are overwritten.
+        make: as the run's optimizer was given.
+        on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
+        patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
+    Raises: ValueError for a log of another method or model; as `LogReader` for what is no log. While it steps:
+        `Diverged`; LookupError for a step that is not in the log; ValueError for a step that hears something else.
+    """
+
+    optimizer: Optimizer
+
+    def __init__(
+        self,
+        source: str | Path,
+        model: nn.Module,
+        make: Callable[..., Transform],
+        *,
+        on_divergence: OnDivergence = "raise",
+        patience: float = 0.0,
+    ):
+        if on_divergence not in ("raise", "snapshot"):
+            raise ValueError(expected("on_divergence", "'raise' or 'snapshot'", f"{on_divergence!r}"))
+        self.model, self.make = model, make
+        self.on_divergence, self.patience = on_divergence, patience
+        self.steps = 0  # that were taken
+        self._is_there = False  # whether the snapshot of that step is loaded, or the steps behind it were taken
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._reader = LogReader(source)
+        self._phase: Phase | Round = Phase.WARMUP
+        self._log, self._numbers = Log(reads=True), dict[str, JSON]()
+        self._check_header()
+
+    def __iter__(self) -> Iterator[int]:
+        """Take step after step; yield the number of each."""
+        while self._wait():
+            if not self._is_there and not self.steps:
+                self.steps = min(self._reader.snapshots())
+            step = self._take()
+            if step is not None:
+                yield step
+
+    def to(self, step: int) -> None:
+        """Go to the parameters behind a step, from where this is or from the nearest snapshot before.
+
+        Raises: LookupError if the log does not have that step; as a step of this.
+        """
+        self._refresh()
+        self._reader.frame(step)  # which raises if it is not there
+        snapshots = [s for s in self._reader.snapshots() if s <= step]
+        if not snapshots:
+            has = ", ".join(map(str, self._reader.snapshots())) or "none"
+            raise LookupError(expected("step", "one behind a snapshot", f"{step}, where snapshots are {has}"))
+        if not (self._is_there and snapshots[-1] <= self.steps <= step + 1):
+            self._go_to(snapshots[-1])
+        while self.steps <= step:
+            self._take()
+
+    def _check_header(self) -> None:
+        header = self._reader.header
+        if header.get("settings") != (own := settings_of(self.make)):
+            theirs = header.get("settings") or {}
+            assert isinstance(theirs, dict)
+            name = next(k for k in {**theirs, **own} if theirs.get(k) != own.get(k))
+            got = f"{own.get(name)!r}"
+            raise ValueError(expected("make", f"that of the run, whose {name} is {theirs.get(name)!r}", got))
+        dtypes: Any = header["dtypes"]
+        shapes: Any = header["shapes"]
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        own_forms = sorted((str(p.dtype).removeprefix("torch."), [*p.shape]) for p in params)
+        forms = sorted(zip(dtypes, shapes, strict=True))
+        if any(form not in own_forms for form in forms):
+            missing = next(form for form in forms if form not in own_forms)
+            raise ValueError(expected("model", f"a parameter {missing[0]} {missing[1]}, as the run has", "none"))
+
+    def _wait(self) -> bool:
+        """Return whether the next step is there, or comes in time."""
+        until = time.monotonic() + self.patience
+        while True:
+            self._refresh()
+            if self._reader.last_step >= max(self.steps, self._reader.first_step):
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(LOOK)
+
+    def _refresh(self) -> None:
+        again = self._reader.refresh()
+        if again is not None and self.steps > again:
+            self._go_to(max(s for s in self._reader.snapshots() if s <= again))
+
+    def _go_to(self, step: int) -> None:
+        """Go on from a snapshot, as soon as there is a step behind it."""
+        self.steps, self._is_there = step, False
+
+    def _start(self, step: int) -> None:
+        """Go on from a snapshot."""
+        tensors = self._reader.snapshot(step)
+        self._log, self._numbers = Log(reads=True), {}
+        self._follow_numbers(self._reader.frame(step), anew=True)
+        self._phase = Phase.WARMUP
+        live = {**params_of(self.optimizer), **state_of(self.optimizer)}
+        for name in live.keys() ^ tensors.keys():
+            got = "none in the snapshot" if name in live else "none here"
+            cure = "take the same make and model, and the version of fn that wrote the log"
+            raise ValueError(expected("snapshot", f"{name!r} on both sides", got, cure))
+        with torch.no_grad():
+            for name, x in live.items():
+                if x.shape != tensors[name].shape or x.dtype != tensors[name].dtype:
+                    got = f"{tensors[name].dtype} {[*tensors[name].shape]}"
+                    raise ValueError(expected("model", f"{name!r} like the run's, {got}", f"{x.dtype} {[*x.shape]}"))
+                x.copy_(tensors[name])
+        for unit in self.optimizer.units:
+            unit.versions = []  # it is not to warn of what the snapshot has written
+        self.steps = self.optimizer.steps = step
+        self._is_there = True
+
+    def _follow_numbers(self, frame: Frame, *, anew: bool = False) -> None:
+        """Write into the groups what was changed in the run's before a step; make the optimizer if need be."""
+        changed = {name: x for name, x in frame.changed.items() if name.startswith("groups.")}
+        self._numbers = {k: x for k, x in {**self._numbers, **changed}.items() if x is not None}
+        if not changed and not anew:
+            return
+        groups = groups_from(self._numbers)
+        named, in_order = dict(self.model.named_parameters()), iter(self._trained)
+        made: list[dict[str, Any]] = []
+        for group in groups:
+            listed = group.pop("params")
+            if isinstance(listed, list):
+                made.append({"params": [(name, named[name]) for name in listed]})
+                continue
+            found = [*itertools.islice(in_order, listed)]
+            if len(found) < listed:
+                cure = "give the run's optimizer model.named_parameters(), which tells them by name"
+                raise ValueError(expected("model", f"{listed} more parameters", f"{len(found)}", cure))
+            made.append({"params": found})
+        settings = [{k: x for k, x in group.items() if k != "frozen"} for group in groups]
+        for given in made:
+            for p in given["params"]:  # which is left out of a group if it is frozen when that is made
+                (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
+        if anew:
+            header: Any = self._reader.header
+            with echoing(header["axes"]):
+                self.optimizer = Optimizer(
+                    [given | own for given, own in zip(made, settings, strict=True)],
+                    self.make,
+                    schedule=lambda step: self._phase,
+                    max_norm=header["max_norm"],
+                    refuse_averaged=False,
+                )
+            self.optimizer.log = self._log
+        added = dict(frame.records)
+        for g in range(len(self.optimizer.param_groups), len(made)):
+            given, own = made[g], settings[g]
+            # Before its state is made, which may begin with a copy of them.
+            for p, data in zip(given["params"], added[ADDED, g], strict=True):
+                tensor = (p[1] if isinstance(p, tuple) else p).detach()
+                tensor.view(-1).view(torch.uint8).copy_(_words(data))
+            with warnings.catch_warnings():  # the run has said it
+                warnings.simplefilter("ignore")
+                self.optimizer.add_param_group(given | own)
+        for group, own, of_run in zip(self.optimizer.param_groups, settings, groups, strict=True):
+            group.update(own)
+            for i, p in enumerate(group["params"]):
+                p.requires_grad_(i not in of_run.get("frozen", ()))
+
+    def _take(self) -> int | None:
+        """Take the next step, and return its number; None if it diverged, and goes on from a snapshot."""
+        if not self._is_there:
+            self._start(self.steps)
+        step = self.steps
+        frame = self._reader.frame(step)
+        self._follow_numbers(frame)
+        self._phase = phase_from(frame.phase)
+        records = {key: leaves for key, leaves in frame.records if key[0] != ADDED}
+        digests = records.pop(DIGESTS, None)
+        buffers = {
+            key: [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in leaves if x]
+            for key, leaves in records.items()
+        }
+        self._log.fill(buffers.items())
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self.optimizer.step()
+        self._log.check_read()
+        self.steps = step + 1
+        return step if digests is None or self._agrees(step, digests[0]) else None
+
+    def _agrees(self, step: int, theirs: bytes) -> bool:
+        agreed = agreed_of(self.optimizer)
+        own = digests_of([*agreed.values()])
+        if own == theirs:
+            return True
+        parts = enumerate(agreed)
+        tensor = next(
+            name
+            for i, name in parts
+            if own[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] != theirs[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
+        )
+        later = [s for s in self._reader.snapshots() if s > step]
+        if self.on_divergence == "snapshot" and later:
+            self._go_to(later[0])
+            return False
+        cure = f"go on from the snapshot of step {later[0]}, with to({later[0]})" if later else "wait for a snapshot"
+        text = f"behind step {step} {tensor!r} is another one than the run's"
+        raise Diverged(f"follower: {text}; follow on a machine like the trainers', or {cure}", step=step, tensor=tensor)
+
+
+def _words(data: bytes) -> Tensor:
+    # torch refuses a buffer without bytes, and warns of one that it may not write into.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
