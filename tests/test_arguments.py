@@ -173,6 +173,8 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.all_gather_shards": lambda: {"shard": torch.ones(4), "error": (), **AXIS, **CODES},
     "fn.apply_updates": lambda: {"params": torch.ones(2), "updates": torch.ones(2)},
     "fn.bind": lambda: {"mesh": {}},
+    "fn.recorded": lambda: {"binding": fn.bind({}), "sink": lambda step, records: None},
+    "fn.replayed": lambda: {"axes": {"data": 2}, "source": lambda step: ()},
     "fn.chain": dict,
     "fn.differences": dict,
     "fn.ledger": dict,

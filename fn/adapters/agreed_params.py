@@ -50,10 +50,10 @@ def agreed_params(optimizer: Core, model: Modules = None) -> Iterator[None]:
     mean over the ranks, in every method; whole numbers, such as counts of batches, stay this rank's. At the end params
     and buffers are bitwise what they were, also if the body raises.
 
-    Enter it between a step and the next backward pass; a mean that travels is waited for. Where the model has floating
-    buffers all ranks enter it together. Else nothing is sent, and a rank may enter alone. Contexts may be nested.
-    Parameters of FSDP2 are exchanged shard by shard. What FSDP2 gathered from them stays gathered: call
-    `model.reshard()` at the end of the body.
+    Enter it between a step and the next backward pass. Where the model has floating buffers all ranks enter it
+    together. Else nothing is sent, and a rank may enter alone. Contexts may be nested. Parameters of FSDP2 are
+    exchanged shard by shard. What FSDP2 gathered from them stays gathered: call `model.reshard()` at the end of the
+    body.
 
     To go on training from, save outside of it: a checkpoint of a rank has its own params.
 
@@ -206,9 +206,9 @@ def _in_order(roots: list[tuple[nn.Module, int]]) -> list[nn.Module]:
 def agreed_pairs(core: Core) -> list[tuple[Tensor, Tensor]]:
     """Return the params of this rank's own, each with what all ranks agree on in its place."""
     pairs = []
-    for unit, state in zip(core.units, core.states, strict=True):
+    for unit in core.units:  # a mean that is on its way changes nothing that is agreed on before its outer step
         members = [p.detach() for p in tree.leaves(unit.params)]
-        apart = [*_apart(state)]
+        apart = [*_apart(unit.state)]
         if not apart:
             continue
         for own, places in zip(apart, _places(core, unit, members, apart), strict=True):

@@ -356,7 +356,7 @@ def is_replayed(axis: AxisNames) -> bool:
 
 
 def echoing(sizes: Mapping[str, int]) -> Binding:
-    """Return a binding of so many ranks each, of which this is the first and all others say what it says."""
+    """Return a binding of so many ranks each. This is the first, and the others say what it says."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(expected("axes", f"a number of ranks of {name!r}, at least 1", f"{size!r}"))

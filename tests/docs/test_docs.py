@@ -29,6 +29,7 @@ MODULES = (
     "fn.adapters.fsdp",
     "fn.adapters.checkpoint",
     "fn.adapters.drift",
+    "fn.adapters.follow",
     "fn.adapters.deepspeed",
     "fn.adapters.torchft",
     "fn.adapters.trainers.hf",

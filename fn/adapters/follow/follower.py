@@ -84,6 +84,7 @@ class Follower:
         self.model, self.make = model, make
         self.on_divergence, self.patience = on_divergence, patience
         self.steps = 0  # that were taken
+        self._span = range(0)  # of the steps of one incarnation, where this is in it
         self._is_there = False  # whether the snapshot of that step is loaded, or the steps behind it were taken
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._reader = LogReader(source)
@@ -146,12 +147,20 @@ class Follower:
 
     def _refresh(self) -> None:
         again = self._reader.refresh()
+        self._span = self._span if again is None else range(0)
         if again is not None and self.steps > again:
             self._go_to(max(s for s in self._reader.snapshots() if s <= again))
 
+    def _begins(self, step: int) -> bool:
+        """Return whether a trainer began from a step: it had loaded what it began with, and no mean was on its way."""
+        if step in self._span:
+            return False
+        self._span = next(span for span in self._reader.steps().values() if step in span)
+        return step == self._span.start and step in self._reader.snapshots()
+
     def _go_to(self, step: int) -> None:
         """Go on from a snapshot, as soon as there is a step behind it."""
-        self.steps, self._is_there = step, False
+        self.steps, self._is_there, self._span = step, False, range(0)
 
     def _start(self, step: int) -> None:
         """Go on from a snapshot."""
@@ -200,7 +209,8 @@ class Follower:
                 (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
         if anew:
             header: Any = self._reader.header
-            with echoing(header["axes"]):
+            with echoing(header["axes"]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the run has said it
                 self.optimizer = Optimizer(
                     [given | own for given, own in zip(made, settings, strict=True)],
                     self.make,
@@ -226,19 +236,16 @@ class Follower:
 
     def _take(self) -> int | None:
         """Take the next step, and return its number; None if it diverged, and goes on from a snapshot."""
-        if not self._is_there:
-            self._start(self.steps)
         step = self.steps
+        if self._begins(step) or not self._is_there:
+            self._start(step)
         frame = self._reader.frame(step)
-        self._follow_numbers(frame)
-        self._phase = phase_from(frame.phase)
         records = {key: leaves for key, leaves in frame.records if key[0] != ADDED}
         digests = records.pop(DIGESTS, None)
-        buffers = {
-            key: [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in leaves if x]
-            for key, leaves in records.items()
-        }
-        self._log.fill(buffers.items())
+        # First: where a group is added, a mean that is on its way lands.
+        self._log.fill((key, [*map(_words, leaves)]) for key, leaves in records.items())
+        self._follow_numbers(frame)
+        self._phase = phase_from(frame.phase)
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad

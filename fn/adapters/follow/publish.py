@@ -92,8 +92,7 @@ class Publication:
         heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
         records, self._added = [*self._added, *heard], []
         digest = None
-        # While a mean is on its way, a look at what ranks agree on would let it land, and here only.
-        if (step + 1) % self._digest_every == 0 and not optimizer.flights:
+        if (step + 1) % self._digest_every == 0:
             each = digests_of([*agreed_of(optimizer).values()])
             records.append((DIGESTS, [each]))
             digest = digest_of(each)

@@ -93,9 +93,16 @@ def agreed_of(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return what all ranks agree on in the state, by path: live buffers."""
+    """Return what all ranks agree on in the state, by path: live buffers.
+
+    Counts in a rank's own state, such as the ages of moments in a shard, are alike on all of them, and are no room.
+    """
     marks = tree.by_path(roles.kinds(optimizer.states), "state.")
-    return {path: x for path, x in tree.by_path(optimizer.states, "state.").items() if marks[path] in (SAME, PLAN)}
+    return {
+        path: x
+        for path, x in tree.by_path(optimizer.states, "state.").items()
+        if marks[path] in (SAME, PLAN) or not (x.ndim or x.is_floating_point())
+    }
 
 
 def bytes_of(x: Tensor) -> bytes:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from logs import served
 
 import fn
+import fn.adapters.ddp
 from fn.adapters.follow import Diverged, Follower, publish
 
 STEPS, SNAPSHOTS, RESUMED = 24, 8, 17
@@ -29,6 +30,8 @@ CASES: dict[str, Any] = {
     "powersgd_adamw": (fn.powersgd_adamw, fn.freeze_after(3)),
     "dion": (fn.dion, fn.freeze_after(2)),
     "diloco": (partial(fn.diloco, codec=fn.int8()), fn.every(4)),
+    "streaming": (partial(fn.diloco, codec=fn.int8(), fragments=2), fn.every(4, fragments=2, delay=1)),
+    "late": (fn.late(fn.adamw), fn.every(1, delay=1, start=2)),
 }
 
 
@@ -106,6 +109,29 @@ def beside(folder):
     raise AssertionError(steps)
 
 
+def overlapped(folder):
+    """Return the params of a run whose ranks communicate on threads, behind the backward pass."""
+    torch.set_num_threads(1)
+    net, found = model(), []
+    groups = [{"params": [*layer.named_parameters(f"{i}")]} for i, layer in enumerate(net) if i != 1]
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(groups, make_of("onebit_adam"), schedule=fn.freeze_after(5), lr=1e-2, refuse_averaged=False)
+    running = fn.adapters.ddp.overlap(net, opt, least_wire_seconds=0)
+    published = publish(opt, folder, digest_every=1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(12):
+        opt.zero_grad()
+        x = torch.randn(16, 8, generator=generator)
+        (net(x) - x[:, :4].sin()).square().mean().backward()
+        opt.step()
+        found.append(agreed(net, opt))
+    assert running.is_on(fn.Phase.COMPRESSED)
+    if published is not None:
+        published.close()
+    fn.adapters.ddp.close(opt)
+    return found
+
+
 def run_all(folder):
     return {name: trained(name, f"{folder}/{name}") for name in CASES}
 
@@ -144,7 +170,7 @@ def test_it_has_the_parameters_after_every_step(name):
         steps.append(step)
         assert torch.equal(agreed(net, follower.optimizer), found[step]), step
     assert steps == [*range(STEPS)]
-    assert follower.optimizer.skipped == 1 or name == "diloco"
+    assert follower.optimizer.skipped == 1 or name in ("diloco", "streaming")
 
 
 def test_it_follows_while_they_train_and_goes_back_where_they_are_restarted(tmp_path):
@@ -152,6 +178,18 @@ def test_it_follows_while_they_train_and_goes_back_where_they_are_restarted(tmp_
     assert {*steps} == {*range(STEPS)}
     for step in range(STEPS):
         assert torch.equal(mine[step], found[step]), step
+
+
+def test_it_follows_what_travels_behind_the_backward_pass(tmp_path):
+    found, _ = ranks.run(2, overlapped, str(tmp_path))
+    net = model()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.normal_()
+    follower = Follower(tmp_path, net, make_of("onebit_adam"))
+    for step in follower:
+        assert torch.equal(agreed(net, follower.optimizer), found[step]), step
+    assert follower.steps == 12
 
 
 def test_it_follows_over_http_and_starts_late():
