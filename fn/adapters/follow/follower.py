@@ -276,4 +276,6 @@ class Follower:
 
 def _words(data: bytes) -> Tensor:
     # torch refuses a buffer without bytes, and warns of one that it may not write into.
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
