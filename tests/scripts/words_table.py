@@ -36,7 +36,7 @@ HELPERS = {
     "update_in": FIELDS[1:4], "has_phase": FIELDS[1:4], "facts_of": ("facts",),
 }  # fmt: skip
 """Functions that hear a word for whoever calls them."""
-FINDERS = {"find", "replace", "_with_role", "count_of", "clipped", "clipped_late"}
+FINDERS = {"find", "replace", "_with_role", "count_of", "clip_late"}
 """Functions that are given a role."""
 OF_TRANSFORM = re.compile(r"transform|^tx$|^whole$|^direction$|^then$|^inner$|^link$|^made$")
 

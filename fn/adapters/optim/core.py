@@ -1,10 +1,10 @@
 """A torch optimizer around pure updates: all of a step, in the order in which things happen.
 
-    gradients -> take       every unit is staged: all that can fail; then all are written, or none
+    gradients, clip, take   every unit is staged: all that can fail; then all are written, or none
     exchange                behind the local step of a round: difference, mean, outer step
     land                    a mean that travelled while local steps went on is written
 
-A subclass that adds to a step overrides `gradients` (unscaling, clipping) or `exchange` (a quorum). Watchers use
+A subclass that adds to a step overrides `gradients` (unscaling) or `exchange` (a quorum). Watchers use
 torch's own hooks, `register_step_pre_hook` and `register_step_post_hook`.
 """
 
@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
+from fn.adapters.optim.clipping import clip, clip_late
+from fn.adapters.optim.exchange_header import LOCAL_STEP_TAKEN, announce
 from fn.adapters.optim.groups import names_of
+from fn.adapters.optim.resting import hold
 from fn.adapters.optim.shards import pieces, placed
 from fn.base import Exchange, Guarded, NewParams, Phase, Round, Transform, UpdateFn, facts_of
 from fn.collectives import following
@@ -127,7 +130,7 @@ class Core(torch.optim.Optimizer):
         params, defaults: as `torch.optim.Optimizer` takes them.
         schedule: step -> Phase or Round.
         binding: the axes that are bound in a step. axes: those of them over which the transforms communicate.
-        max_norm: the norm to which `gradients` clips; None: it does not.
+        max_norm: the norm to which gradients are clipped; None: they are not.
     """
 
     islands = ""
@@ -209,31 +212,9 @@ class Core(torch.optim.Optimizer):
         zeros = torch.zeros_like
         return [pieces([zeros(x) if p.grad is None else placed(p.grad, p) for x, p in pair]) for pair in pairs]
 
-    def staging(self, phase: Phase | Round) -> Binding:
-        """Return the axes that are bound while units are staged: without those that `gradients` has averaged over."""
-        return self.binding
-
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
         stage_exchange(self, round_).commit()
-
-    def clipped(self, states: list[Tree], role: str) -> list[Tree]:
-        """Return states in which late gradients with a role, those of this rank or their mean, are clipped."""
-        return states
-
-    def announce(self, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one.
-
-        Args: steps, resting: as they were when it began.
-        """
-        return nothing
-
-    def held(self, *, exchange: bool = False) -> Callable[[], None]:
-        """Return a function that gives back, behind a step, the numbers of what the step must not change.
-
-        Args: exchange: whether it is an exchange, in place of a step that moves moments.
-        """
-        return nothing
 
     @property
     def next_phase(self) -> Phase | Round:
@@ -279,6 +260,12 @@ class Core(torch.optim.Optimizer):
         return tuple(unit.state for unit in self.units)
 
     @property
+    def exchange_axes(self) -> tuple[str, ...]:
+        """Return the axes over which an exchange averages: not those whose ranks take local steps together."""
+        inside = {axis for unit in self.units for axis in facts_of(unit.transform).inside}
+        return tuple(axis for axis in self.axes if axis not in inside)
+
+    @property
     def wires(self) -> dict[str, str]:
         """Return {axis: transport of its messages} of the axes with several ranks."""
         shards = (axis for unit in self.units for axis in facts_of(unit.transform).shards)
@@ -313,7 +300,6 @@ class Core(torch.optim.Optimizer):
         self.refused = before
 
 
-LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
 """How a failed exchange leaves parameters and state."""
 
 TORN = (
@@ -375,9 +361,10 @@ def take(core: Core, phase: Phase | Round) -> bool:
         core.ahead(phase)
     units = range(len(core.units))
     if len(core.staged) < len(units):
-        lists = iter(core.gradients(phase))
+        clipped, unaveraged = clip(core, phase, core.gradients(phase))
+        lists = iter(clipped)
         grads = [unit.tree_of([next(lists) for _ in unit.groups]) for unit in core.units]
-        with core.staging(phase):
+        with unaveraged:
             for i in units:
                 if i not in core.staged:
                     core.staged[i] = stage_group(core, i, phase, grads[i])
@@ -385,7 +372,7 @@ def take(core: Core, phase: Phase | Round) -> bool:
     steps = wait_for_flags([core.staged.pop(i) for i in units])
     moves = agree_to_step(core, all(step.ok for step in steps), phase)
     # Copied before the first write; what rests gets its numbers back behind the last one.
-    put_back = core.held() if moves else nothing
+    put_back = hold(core) if moves else nothing
     with core.writing(), step_range("apply"):
         for step in steps if moves else ():
             step.commit()
@@ -399,9 +386,7 @@ def take(core: Core, phase: Phase | Round) -> bool:
 def agree_to_step(core: Core, ok: bool, phase: Phase | Round) -> bool:
     """Return whether a step is taken: where ranks hold pieces of one model, or an island's steps, only if all agree."""
     facts = [facts_of(unit.transform) for unit in core.units]
-    axes = dict.fromkeys(
-        axis for one in facts for axis in (*one.shards, *(one.inside if phase != phase.phase else ()))
-    )
+    axes = dict.fromkeys(axis for one in facts for axis in (*one.shards, *(one.inside if phase != phase.phase else ())))
     if len(core.units) < 2 or not axes:  # a unit's own guard asks the ranks that have the rest of its tensors
         return ok
     flag, device = torch.tensor(ok, dtype=torch.bool, device="cpu"), device_of(core)
@@ -524,7 +509,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
         # Before the mean, which sends the difference.
         states = weighed(landed, states, weight)
         if at_once:
-            compare = core.announce(begin, core.steps, core.resting)
+            compare = announce(core, begin, core.steps, core.resting)
             with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
                 compare()
             states, new = each(core, "mean", begin, states, new)
@@ -551,7 +536,7 @@ def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
     kept = [x if i in carried else y for i, (x, y) in enumerate(zip(before, after, strict=True))]
     # The state is written first, so `rounded_into` copies new params aside that lie in its memory.
     write_state, write_params = copy_plan(before, kept), rounded_into(params, new, before)
-    put_back = core.held(exchange=True)
+    put_back = hold(core, exchange=True)
 
     def commit() -> None:
         with core.writing():
@@ -610,12 +595,12 @@ def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor])
         # exchange has made anew stays as it is: that difference was taken with it.
         base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
         from_states = tree.with_leaves(states, base)
-        compare = core.announce(number, steps, resting)
+        compare = announce(core, number, steps, resting)
         if device.type == "cpu":
             compare()  # on an accelerator whoever queues the job would wait here for the other ranks
-        from_states = core.clipped(from_states, "taken")
+        from_states = clip_late(core, from_states, "taken")
         averaged, returned = each(core, "mean", number, from_states, unread)
-        averaged = left_out_together(from_states, core.clipped(averaged, "mean"))
+        averaged = left_out_together(from_states, clip_late(core, averaged, "mean"))
         if any(x is not p for x, p in zip(tree.leaves(returned), tree.leaves(unread), strict=True)):
             wanted = "`mean` to return the params that it got, for local steps move them while it travels"
             cure = "return params in `outer`, or use a schedule without a delay"

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fn import roles, tree
+from fn import tree
 from fn.arguments import check_number
-from fn.base import Phase, Transform, chain, facts_of
-from fn.collectives.axis import AxisNames, Binding, alone, axis_size
+from fn.base import Phase, Transform, facts_of
+from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RefusedByAll, expected
 from fn.kernels import rules
 from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
-from fn.transforms.average import average
-from fn.transforms.clip import clip_by
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -67,83 +65,6 @@ def _scaled(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
     each = [factors[g.device] for g in grads] if len(factors) > 1 else next(iter(factors.values()), factor)
     found: list[Tensor] = elementwise(rules.scaled, (grads,), each, wide=True, out=out)
     return found
-
-
-SquareOf = Callable[[Tree], Tensor]
-"""Gradients of all param groups, or what replaces them -> the sum of squares of the whole tensors, 0-d."""
-
-
-def clipped(
-    grads: Grads, params: Tree, phase: Phase, max_norm: float, axes: Sequence[str], states: Tree, square_of: SquareOf
-) -> Grads:
-    """Clip gradients by their global norm, over all param groups.
-
-    In an exact warm-up they are averaged first, all in one message, and the norm is that of the mean. Where codes
-    travel the mean is not known before it has been sent: all ranks scale by one factor, from the root of the mean
-    squared norm, an upper bound of the norm of the mean, in a 4-byte message ahead of the others. In a local step it is
-    this rank's own norm.
-
-    Args: axes: of the ranks. states: which tell whether the warm-up is in codes.
-    """
-    phase, axis = Phase.COMPRESSED if _is_coded(phase, states) else phase, _name_of(axes)
-    clip = chain(average(axis), clip_by(max_norm, axis, square_of)).update(phase)
-    return list(clip(tuple(grads), ((), ()), params)[0])
-
-
-def _name_of(axes: Sequence[str]) -> AxisNames | None:
-    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
-
-
-def clipped_late(
-    states: list[Tree], role: str, max_norm: float, axes: Sequence[str], square_of: SquareOf
-) -> list[Tree]:
-    """Return states whose late gradients are clipped by their global norm, over all param groups.
-
-    Where the mean is exact, that is clipped by its norm. Else each rank's own are, before they are sent, by one factor,
-    as `clipped` does where codes travel.
-
-    Args: role: "taken", before they are sent, or "mean", where they have arrived.
-    """
-    found = tuple(roles.find(states, role))
-    if not found or (role == "taken" and roles.find(states, "mean")):
-        return states
-    link = clip_by(max_norm, _name_of(axes), square_of)
-    phase = Phase.WARMUP if role == "mean" else Phase.COMPRESSED
-    clipped = iter(link.update(phase)(found, (), None)[0])
-    after: list[Tree] = roles.replace(states, role, lambda old: next(clipped))
-    # A norm whose square overflows made all of them NaN.
-    lost = torch.stack([x.isnan().any() for x in tree.leaves(roles.find(after, role)) if x.numel()][:1]).any()
-    return roles.replace(after, "missing", lambda flag: flag | lost) if role == "mean" else after
-
-
-def without_average(binding: Binding, phase: Phase, axes: Sequence[str], states: Tree) -> Binding:
-    """Return the binding of a step whose gradients `clipped` has averaged: that of one rank, for an exact warm-up.
-
-    Where ranks have pieces of the state, tensors that they own say, it needs all ranks, and averages the mean once
-    more, which costs its bytes again.
-    """
-    if not axes or phase is not Phase.WARMUP or _is_coded(phase, states) or _have_their_own(states):
-        return binding
-    # An average over one rank returns what it is given, and sends nothing.
-    return Binding({**binding.axes, **alone(axes).axes})
-
-
-def _is_coded(phase: Phase, states: Tree) -> bool:
-    return phase is Phase.WARMUP and bool(roles.find(states, "warmup_errors"))
-
-
-def _have_their_own(state: Tree) -> bool:
-    """Tell whether ranks have anything of their own that a warm-up step needs, such as momenta that it averages.
-
-    It does not read residual errors, nor does it follow steps in which params came to differ.
-    """
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        if roles.has_local_params(state):
-            return False
-        declared = roles.roles_of(state)
-        if roles.rank_local(state).difference(declared.errors, declared.taken):
-            return True
-    return any(map(_have_their_own, tree.children(state)))
 
 
 def check_max_norm(max_norm: float | None) -> None:

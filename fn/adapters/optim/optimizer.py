@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from fn import roles, tree
 from fn.adapters.labels import Labels
 from fn.adapters.optim import gradients, groups
 from fn.adapters.optim.core import (
-    LOCAL_STEP_TAKEN,
     TORN,
     Core,
     Grads,
@@ -26,8 +25,8 @@ from fn.adapters.optim.core import (
     stage_exchange,
     versions_of,
 )
+from fn.adapters.optim.exchange_header import LOCAL_STEP_TAKEN
 from fn.adapters.optim.hooks import agree, watch, written
-from fn.adapters.optim.resting import at_rest
 from fn.adapters.optim.shards import (
     are_divided,
     check_divided,
@@ -35,13 +34,12 @@ from fn.adapters.optim.shards import (
     division_of,
     is_dtensor,
     pieces,
-    squared_norm,
 )
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
 from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
-from fn.collectives import agreement, following
-from fn.collectives.axis import Binding, axis_size, current_binding
+from fn.collectives import agreement
+from fn.collectives.axis import Binding, current_binding
 from fn.collectives.background import Background
 from fn.errors import RefusedByAll, expected
 from fn.inplace.memory import owned
@@ -264,7 +262,7 @@ class Optimizer(Core):
         self.made([group], unit.rates[:1])
 
     def gradients(self, phase: Phase | Round) -> Grads:
-        """Return the gradients of a step, unscaled and clipped: zeros where there is none."""
+        """Return the gradients of a step, unscaled: zeros where there is none."""
         grads = super().gradients(phase)
         gradients.check_kinds(grads, [groups.names_of(group) for group in self.param_groups])
         # Unscaled before they are looked at or clipped: the ranks' scales may differ.
@@ -277,68 +275,19 @@ class Optimizer(Core):
         if self.max_norm is not None:
             members = [p for unit in self.units for p in unit.members]
             self.clipped_before.look(members, grads, float(self.max_norm))
-        if self.max_norm is not None and not (isinstance(phase, Round) and self.is_late):
-            kind = Phase.LOCAL if isinstance(phase, Round) else phase
-            params, states = tuple(unit.params for unit in self.units), [unit.state for unit in self.units]
-            with following.at(self.log, ("gradients", kind.value), lambda: self.axes):
-                grads = gradients.clipped(grads, params, kind, self.max_norm, self.axes, states, self.square_of)
         return grads
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether gradients are kept for a mean that arrives in a later step."""
-        return bool(roles.find([unit.state for unit in self.units], "taken"))
-
-    def clipped(self, states: list[Tree], role: str) -> list[Tree]:
-        """Return states in which late gradients are clipped by the norm over all param groups."""
-        if self.max_norm is None:
-            return states
-        with following.at(self.log, ("gradients", role), lambda: self.axes):
-            return gradients.clipped_late(states, role, self.max_norm, self.axes, self.square_of)
-
-    def staging(self, phase: Phase | Round) -> Binding:
-        """Return the axes that are bound while units are staged: without those that clipping has averaged over."""
-        if self.max_norm is None or isinstance(phase, Round):
-            return self.binding
-        return gradients.without_average(self.binding, phase, self.axes, [unit.state for unit in self.units])
-
-    def square_of(self, grads: Tree) -> Tensor:
-        """Return the sum of squares of all gradients: of a tensor that lies in pieces, of the pieces of all ranks."""
-        return squared_norm(grads, [group["params"] for group in self.param_groups])
 
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
         if round_.begin is not None and Phase.COMPRESSED in self.doubts:
-            outside = [axis for axis in self.axes if axis not in inside_of(self)]
+            outside, is_late = self.exchange_axes, bool(roles.find([unit.state for unit in self.units], "taken"))
             # This looks ahead of the exchange, whose header comes later, or on a group of its own.
             with agreement.calling(agreement.EXCHANGE, outside, device_of(self), left=LOCAL_STEP_TAKEN):
                 agree.check_islands(self)
                 grads = super().gradients(round_)
-                if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=self.is_late):
+                if gradients.look_at_shared(grads, outside, LOCAL_STEP_TAKEN, is_late=is_late):
                     self.doubts.discard(Phase.COMPRESSED)
         stage_exchange(self, round_).commit()
-
-    def announce(self, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
-        """Tell the other ranks which exchange follows; return a function that raises if theirs is another one."""
-        axes = tuple(axis for axis in self.axes if axis not in inside_of(self))
-        return agree.announced(axes, number, steps, resting, device_of(self))
-
-    def held(self, *, exchange: bool = False) -> Callable[[], None]:
-        """Return a function that gives params that rest their numbers back, and what a state has of them."""
-        kept = []
-        for unit in self.units:
-            if all(p.requires_grad and p.grad is not None for p in unit.members):
-                continue
-            knows = knows_gradients(self)
-            rests = [not p.requires_grad or (knows and p.grad is None) for p in unit.members]
-            if any(rests):
-                kept.append(at_rest(self, unit, rests, moves_moments=not exchange))
-
-        def put_back() -> None:
-            for of_unit in kept:
-                of_unit()
-
-        return put_back
 
     @property
     def phase(self) -> Phase:
@@ -462,18 +411,6 @@ def refuse_thawed(frozen: list[tuple[str, Tensor]]) -> None:
             wanted = f"parameter {name} to go on without gradients, as when the optimizer was made: it has no state"
             cure = "call add_param_group with it on all ranks"
             raise RefusedByAll(expected("requires_grad", wanted, "one that requires them", cure))
-
-
-def knows_gradients(core: Core) -> bool:
-    """Return whether no other rank adds to a gradient: this rank is alone, as bound now, or somebody else averages."""
-    facts = [facts_of(unit.transform) for unit in core.units]
-    sends = any(one.silent or one.axes for one in facts)
-    return not sends or all(axis_size(axis) == 1 for axis in core.axes)
-
-
-def inside_of(core: Core) -> set[str]:
-    """Return the axes whose ranks are an island, and take local steps together."""
-    return {axis for unit in core.units for axis in facts_of(unit.transform).inside}
 
 
 def axes_of(make: Callable[..., Transform], binding: Binding, listed: list[Any], defaults: dict[str, Any]) -> list[str]:

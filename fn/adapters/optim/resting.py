@@ -7,21 +7,52 @@ to it. A tensor whose gradient is missing on some ranks only has one of zero the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit
 from fn.adapters.optim.shards import pieces
-from fn.collectives.axis import alone, names
+from fn.base import facts_of
+from fn.collectives.axis import alone, axis_size, names
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.roles import OWN, SAME, SHARD
 from fn.transforms.residuals import Residuals, residuals
 from fn.transforms.sharded import divisions
 
+if TYPE_CHECKING:
+    from fn.adapters.optim.core import Core, Unit
+
 Tree = Any
+
+
+def hold(core: Core, *, exchange: bool = False) -> Callable[[], None]:
+    """Return a function that gives params that rest their numbers back behind a step, and what a state has of them.
+
+    Args: exchange: whether it is an exchange, in place of a step that moves moments.
+    """
+    kept = []
+    for unit in core.units:
+        if all(p.requires_grad and p.grad is not None for p in unit.members):
+            continue
+        knows = _knows_gradients(core)
+        rests = [not p.requires_grad or (knows and p.grad is None) for p in unit.members]
+        if any(rests):
+            kept.append(at_rest(core, unit, rests, moves_moments=not exchange))
+
+    def put_back() -> None:
+        for of_unit in kept:
+            of_unit()
+
+    return put_back
+
+
+def _knows_gradients(core: Core) -> bool:
+    """Return whether no other rank adds to a gradient: this rank is alone, as bound now, or somebody else averages."""
+    facts = [facts_of(unit.transform) for unit in core.units]
+    sends = any(one.silent or one.axes for one in facts)
+    return not sends or all(axis_size(axis) == 1 for axis in core.axes)
 
 
 def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: bool) -> Callable[[], None]:

@@ -261,10 +261,6 @@ class Islands(Optimizer):
             self.sent -= 1  # back to the last exchange
         self.pace.ends.clear()
 
-    def announce(self, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
-        """Tell the other islands which exchange follows, and after how many steps if these are alike."""
-        return super().announce(number, 0 if isinstance(self.schedule, EverySeconds) else steps, resting)
-
     def count(self) -> None:
         """Ask for the tokens of this rank since the last call."""
         counted = 0.0 if self.tokens is None else float(self.tokens())

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.core import Core, Unit, device_of, record_versions, versions_of
-from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params, compare_resting, mark_of
+from fn.adapters.optim.exchange_header import mark_of
+from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params, compare_resting
 from fn.base import Phase
 from fn.collectives.agreement import FIRST_STEP, calling
 from fn.collectives.profiling import Watchers, watched_by
