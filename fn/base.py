@@ -453,11 +453,11 @@ def rules_in(update: UpdateFn) -> Iterator[UpdateFn]:
     """Yield an update, and all those inside of it: of chains, guards and combinators."""
     update = original(update)
     yield update
-    for one in inside(update):
+    for one in inner_updates(update):
         yield from rules_in(one)
 
 
-def inside(update: Any) -> list[UpdateFn]:
+def inner_updates(update: Any) -> list[UpdateFn]:
     """Return the updates inside of another one: of a chain, a guard or a combinator."""
     inner: Any = getattr(update, "inner", ())
     if callable(inner):  # a rule is a tuple, too
@@ -465,7 +465,7 @@ def inside(update: Any) -> list[UpdateFn]:
     return [*(inner.values() if isinstance(inner, Mapping) else inner)]
 
 
-def with_inside(update: Any, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
+def with_inner_updates(update: Any, f: Callable[[UpdateFn], UpdateFn]) -> UpdateFn:
     """Return the same rule around what f makes of each update inside of it."""
     inner: Any = update.inner
     new = f(inner) if callable(inner) else {key: f(one) for key, one in inner.items()}

@@ -26,7 +26,7 @@ from fn.adapters.optim.core import Core, Unit, device_of, versions_of
 from fn.adapters.optim.hooks.agree import compare_on_axes
 from fn.adapters.optim.shards import pieces
 from fn.collectives.agreement import check_agreement, checksum, gather_values
-from fn.collectives.axis import alone
+from fn.collectives.axis import bind_alone
 from fn.collectives.primitives import pmean
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import expected
@@ -254,7 +254,7 @@ def _places(core: Core, unit: Unit, members: Sequence[Tensor], apart: Sequence[T
     for power in range(len(members).bit_length()):  # a bit at a time, which a copy of any dtype can hold
         # Parameter i is filled with one bit of i; the copies in the state that init makes then spell its number.
         marked = iter([torch.full_like(p, float(i >> power & 1)) for i, p in enumerate(members)])
-        with alone(core.binding.axes):
+        with bind_alone(core.binding.axes):
             marked_states = [*_apart(unit.transform.init(tree.map(lambda _: next(marked), unit.params)))]  # noqa: B023
         for of_state, state in zip(places, marked_states, strict=True):
             bits = [int(x.flatten()[0]) if x.numel() else 0 for x in _copies(state)]

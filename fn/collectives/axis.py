@@ -136,7 +136,7 @@ def _group_axis(name: str, group: Any) -> Axis:
     raise TypeError(expected("mesh", wanted, type(group).__name__))
 
 
-def alone(axes: Iterable[str]) -> Binding:
+def bind_alone(axes: Iterable[str]) -> Binding:
     """Return a binding in which these axes have one rank, so that nothing is sent over them."""
     return Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE) for axis in axes})
 
@@ -164,7 +164,7 @@ def resolve(axis: str) -> Axis:
             f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({ranks_around()},), "
             f"mesh_dim_names=({axis!r},)), or over MPI mesh = {{{axis!r}: MPI.COMM_WORLD}}"
         )
-    return alone([axis]).axes[axis]
+    return bind_alone([axis]).axes[axis]
 
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -35,7 +35,7 @@ from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
-from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
+from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, plain_error
 from fn.collectives.following import shared
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
@@ -254,7 +254,7 @@ def _serve(codec: Codec, feedback: Feedback, received: Tree, error: Tree, shard:
         with step_range("serve"):
             payload, error = fused.serve(received, error)
         if observed():
-            observe_kept(settle(codec, feedback, error, shard))
+            observe_kept(plain_error(codec, feedback, error, shard))
         return payload, error
     with step_range("decode"):
         mean = mean_of_rows(codec, received).to(shard.dtype)  # (W, n / W) -> (n / W,)
@@ -359,13 +359,13 @@ def encode(
         with step_range("encode"):
             return _encode(codec, feedback, x, error, consume)
     # Before the kernel consumes x: afterwards its memory holds the error.
-    compensated = x.reshape(-1) + settle(codec, feedback, error, x) if worker else x  # (R, n) -> (R n,)
+    compensated = x.reshape(-1) + plain_error(codec, feedback, error, x) if worker else x  # (R, n) -> (R n,)
     with step_range("encode"):
         payload, after = _encode(codec, feedback, x, error, consume)
     if worker:
         observe_loss(compensated, compensated - codec.decode(payload).reshape(-1))
     if not isinstance(feedback.rule, Off):
-        observe_kept(settle(codec, feedback, after, x))
+        observe_kept(plain_error(codec, feedback, after, x))
     return payload, after
 
 

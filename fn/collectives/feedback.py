@@ -398,11 +398,11 @@ def fused_with(codec: Codec, feedback: Feedback) -> Fused | None:
     return codec.fused(feedback.rule) if codec.fused is not None and feedback.rule is not None else None
 
 
-def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
+def plain_error(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
     """Return the plain vector (R * n,) that an error stands for: what it would add to x (R, n) in the next step."""
     fused = fused_with(codec, feedback)
-    if fused is not None and fused.settle is not None and fused.accepts(x, error):
-        return fused.settle(error, x.shape[0])
+    if fused is not None and fused.to_plain is not None and fused.accepts(x, error):
+        return fused.to_plain(error, x.shape[0])
     # What a feedback adds to zeros is what the error stands for.
     return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
 
@@ -419,7 +419,7 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
         return _as_kept(error, segments)
     device = error.device if isinstance(error, Tensor) else error[0].device
     like = torch.zeros(segments.valid.shape[0], segments.row_length, dtype=dtype, device=device)
-    return settle(segmented(codec, segments), feedback, error, like)
+    return plain_error(segmented(codec, segments), feedback, error, like)
 
 
 def _as_kept(error: Tree, segments: Segments) -> Tensor:
@@ -476,7 +476,7 @@ def where_rests(rests: Tensor, before: Tree, after: Tree, codec: Codec, feedback
     """
     if isinstance(after, LazyError):
         like = torch.zeros_like(after.buffer).view(segments.valid.shape[0], -1)
-        old, new = settle(codec, feedback, before, like), settle(codec, feedback, after, like)
+        old, new = plain_error(codec, feedback, before, like), plain_error(codec, feedback, after, like)
         return LazyError(torch.where(rests, old, new), torch.zeros_like(after.scale))
     if isinstance(after, DampedError | StoredError):
         valid, device = segments.valid, after.codes.device

@@ -18,7 +18,7 @@ from fn.base import UpdateFn, links_of
 from fn.collectives.codecs.codec import Fused, Segments
 from fn.collectives.codecs.sign import SignPayload
 from fn.collectives.compressed import ErrorFeedbackState, VectorPlan, plan_of, reduce_exactly
-from fn.collectives.feedback import fused_with, settle
+from fn.collectives.feedback import fused_with, plain_error
 from fn.collectives.hierarchy import hops, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.inplace.memory import copy_plan, successor
@@ -130,7 +130,7 @@ class BucketPlan(NamedTuple):
         with step_range("encode"):
             payload, worker = self.fused.averages(moments, fresh, decay, error=self.errors[0], rows=self.vector.rows)
         if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-            kept = settle(self.vector.codec, self.vector.hops[-1].feedback, worker, self.rows)
+            kept = plain_error(self.vector.codec, self.vector.hops[-1].feedback, worker, self.rows)
             observe_kept(kept)
             # (R, n / R) -> (n,)
             observe_loss(self.vector.codec.decode(payload).reshape(-1).add_(kept), kept)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Chained, UpdateFn, inside, unchanged, with_inside
+from fn.base import Chained, UpdateFn, inner_updates, unchanged, with_inner_updates
 from fn.compiling import original
 from fn.inplace.memory import copy_into, move
 
@@ -42,11 +42,13 @@ def split(update: UpdateFn) -> tuple[UpdateFn, UpdateFn]:
         return _without_nothing(heads), Chained((*bodies,))
     if not getattr(update, "tensorwise", False):
         return update, unchanged
-    if not inside(update):
+    if not inner_updates(update):
         return unchanged, update
     if hasattr(update, "branches"):
         return _split_branches(update)
-    return with_inside(update, lambda inner: split(inner)[0]), with_inside(update, lambda inner: split(inner)[1])
+    return with_inner_updates(update, lambda inner: split(inner)[0]), with_inner_updates(
+        update, lambda inner: split(inner)[1]
+    )
 
 
 def _without_nothing(links: Sequence[UpdateFn]) -> UpdateFn:
@@ -59,12 +61,12 @@ def _split_branches(update: Any) -> tuple[UpdateFn, UpdateFn]:
     def part(which: int, inner: UpdateFn) -> UpdateFn:
         inner = original(inner)
         # What skips a step of its own in one branch would do so for the body of all.
-        alone = inside(inner) and not isinstance(inner, Chained) and not hasattr(inner, "branches")
-        parts = (inner, unchanged) if alone else split(inner)
+        is_single = inner_updates(inner) and not isinstance(inner, Chained) and not hasattr(inner, "branches")
+        parts = (inner, unchanged) if is_single else split(inner)
         heads.append(parts[0])
         return parts[which]
 
-    head, body = with_inside(update, partial(part, 0)), with_inside(update, partial(part, 1))
+    head, body = with_inner_updates(update, partial(part, 0)), with_inner_updates(update, partial(part, 1))
     return (unchanged if all(inner is unchanged for inner in heads) else head), body
 
 
@@ -89,8 +91,8 @@ def plan_of(body: UpdateFn, state: Tree, params: Tree) -> Plan:
         return _one_after_the_other([plan_of(link, own, params) for link, own in links], len(leaves))
     if hasattr(body, "branches"):
         return _by_branch(body.branches(state, params), leaves)
-    if within := inside(body):
-        (inner,) = within
+    if own := inner_updates(body):
+        (inner,) = own
         return plan_of(inner, state[0], params)  # 0: `inner` of their states
     return _of_rule(body, state, params)
 

@@ -16,7 +16,7 @@ from fn import tree
 from fn.collectives.axis import axis_size
 from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented, segments_of
 from fn.collectives.compressed import compressed_all_reduce, encode
-from fn.collectives.feedback import Classic, Feedback, classic, damped, off, settle
+from fn.collectives.feedback import Classic, Feedback, classic, damped, off, plain_error
 from fn.collectives.hierarchy import Hop, initial_errors
 from fn.collectives.ledger import ledger
 from fn.collectives.simulation import simulate
@@ -254,8 +254,8 @@ def settle_errors(
 ) -> tuple[Tensor, Tensor]:
     """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for; x as sent."""
     hop, rows = Hop(axis, codec, feedback), x.view(axis_size(axis), -1)
-    worker = settle(hop.for_rows(segments), feedback, errors[0], rows)
-    return worker, settle(hop.for_own_row(segments), feedback, errors[1], rows[:1])
+    worker = plain_error(hop.for_rows(segments), feedback, errors[0], rows)
+    return worker, plain_error(hop.for_own_row(segments), feedback, errors[1], rows[:1])
 
 
 def _kernels(codec: Codec) -> str | None:

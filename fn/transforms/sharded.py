@@ -393,12 +393,12 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
         (lambda s: s.errors, errors),
     ]
 
-    def together(fresh: ShardedState, moved: list[Tree]) -> ShardedState:
+    def join(fresh: ShardedState, moved: list[Tree]) -> ShardedState:
         inner, (master, momentum, rested), errors = moved
         # `place`: of the new ranks
         return fresh._replace(inner=inner, master=master, momentum=momentum, rested=rested, errors=errors)
 
-    return in_parts(parts, together)
+    return in_parts(parts, join)
 
 
 def started(

@@ -32,7 +32,7 @@ OF_FIELDS = re.compile(r"^((?:\w+, )*\w+): (.*(?:\n {4,}.*)*)", re.MULTILINE)
 HELPERS = {
     "rank_local": DECLARED[:1], "has_local_params": DECLARED[1:], "check_same_params": DECLARED[1:],
     "agreed_of": DECLARED[1:], "is_shard": ("place",), "kinds": (*DECLARED, "errors", "place"), "name_of": ("name",),
-    "inside": ("inner",), "rules_in": ("inner",), "with_inside": ("inner",),
+    "inner_updates": ("inner",), "rules_in": ("inner",), "with_inner_updates": ("inner",),
     "update_in": FIELDS[1:4], "has_phase": FIELDS[1:4], "facts_of": ("facts",),
 }  # fmt: skip
 """Functions that hear a word for whoever calls them."""

@@ -19,7 +19,7 @@ from fn import roles, tree
 from fn.adapters.optim.shards import squared_norm
 from fn.base import Phase, Round, Transform, chain
 from fn.collectives import following
-from fn.collectives.axis import AxisNames, Binding, alone
+from fn.collectives.axis import AxisNames, Binding, bind_alone
 from fn.transforms.average import average
 from fn.transforms.clip import clip_by
 
@@ -43,7 +43,7 @@ def clip(core: Core, phase: Phase | Round, grads: Grads) -> tuple[Grads, Binding
     if not core.axes or kind is not Phase.WARMUP or _have_their_own(states):
         return grads, core.binding
     # An average over one rank returns what it is given, and sends nothing.
-    return grads, Binding({**core.binding.axes, **alone(core.axes).axes})
+    return grads, Binding({**core.binding.axes, **bind_alone(core.axes).axes})
 
 
 def clip_late(core: Core, states: list[Tree], role: str) -> list[Tree]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fn import roles, tree
 from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
-from fn.collectives.axis import alone, axis_size, names
+from fn.collectives.axis import axis_size, bind_alone, names
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.roles import OWN, SAME, SHARD
 from fn.transforms.residuals import Residuals, residuals
@@ -146,7 +146,7 @@ def places_of(core: Core, unit: Unit) -> list[int | None]:
         members = iter([x.new_zeros(shape, device="meta") for x, shape in zip(pieces(params), shapes, strict=True)])
         stand_ins = unit.tree_of([[next(members) for _ in group["params"]] for group in unit.groups])
         number = {shape: i for i, shape in enumerate(shapes)}
-        with alone(core.binding.axes), divisions.collected() as notes, residuals.collected() as layouts:
+        with bind_alone(core.binding.axes), divisions.collected() as notes, residuals.collected() as layouts:
             made = unit.transform.init(stand_ins)
         state, real = tree.by_path(made), [x.shape for x in pieces(params)]
         for path, x in tree.by_path(unit.state).items():

@@ -90,9 +90,7 @@ class _Callback(ABC):
 
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
-        ranks.refuse(
-            ("deepspeed", "None", args.deepspeed, ranks.DEEPSPEED), ("fsdp", "None", args.fsdp, ranks.SHARDS)
-        )
+        ranks.refuse(("deepspeed", "None", args.deepspeed, ranks.DEEPSPEED), ("fsdp", "None", args.fsdp, ranks.SHARDS))
         self.trainer = trainer
         # The Trainer has no event for these two that knows the folder.
         trainer._save_optimizer_and_scheduler = self._around(trainer._save_optimizer_and_scheduler, self.saving)
@@ -110,11 +108,11 @@ class _Callback(ABC):
         """Return a method of the trainer that runs in a context, which is made of its arguments."""
 
         @functools.wraps(method)
-        def inside(*args: Any, **options: Any) -> Any:
+        def call_in_context(*args: Any, **options: Any) -> Any:
             with context(*args):
                 return method(*args, **options)
 
-        return inside
+        return call_in_context
 
 
 class Callback(_Callback):

@@ -36,7 +36,7 @@ class Fused(NamedTuple):
     accepts: (x (R, n), error) -> whether the kernels can take this error.
     encode: (x (R, n), error) -> payload, next error.
     encode_over: the same for an x whose memory becomes the error's. None: `encode` does.
-    settle: (error, R) -> the error as a plain vector (R * n,). None: as the feedback has it.
+    to_plain: (error, R) -> the error as a plain vector (R * n,). None: as the feedback has it.
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
         decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
@@ -45,7 +45,7 @@ class Fused(NamedTuple):
     init: Callable[[Tensor], Tree]
     accepts: Callable[[Tensor, Tree], bool]
     encode: Callable[[Tensor, Tree], tuple[Tree, Tree]]
-    settle: Callable[[Tree, int], Tensor] | None
+    to_plain: Callable[[Tree, int], Tensor] | None
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
     averages: Callable[..., tuple[Tree, Tree]] | None = None
     encode_over: Callable[[Tensor, Tree], tuple[Tree, Tree]] | None = None

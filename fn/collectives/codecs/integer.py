@@ -154,7 +154,7 @@ def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
         error = DampedError(kept.reshape(-1), kept_scales.view(error.scales.shape), error.age + 1)
         return IntPayload(sent, codes), error
 
-    def settle(error: DampedError, rows: int) -> Tensor:
+    def to_plain(error: DampedError, rows: int) -> Tensor:
         # (R n,) -> (R, n)
         codes = error.codes.view(rows, -1)
         valid, runs = blocks(*codes.shape, codes.device)
@@ -162,4 +162,4 @@ def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
         plain: Tensor = torch.ops.fn.dequantize_mean(codes[:, None], scales[:, None], valid, runs, 8)
         return plain.reshape(-1)
 
-    return Fused(init, accepts, encode, settle)
+    return Fused(init, accepts, encode, to_plain)

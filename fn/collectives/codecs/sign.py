@@ -204,7 +204,7 @@ def _sign_with_feedback(
         served = direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)
 
-    def settle(error: Tree, rows: int) -> Tensor:
+    def to_plain(error: Tree, rows: int) -> Tensor:
         if not isinstance(error, LazyError):
             plain: Tensor = error
             return plain
@@ -212,4 +212,4 @@ def _sign_with_feedback(
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), layout.valid, layout.runs)
         return residual.reshape(-1)
 
-    return Fused(init, accepts, encode, settle, serve, averages if by_tensor is not None else None, encode_over)
+    return Fused(init, accepts, encode, to_plain, serve, averages if by_tensor is not None else None, encode_over)

@@ -97,12 +97,12 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
     codec = AS_THEY_ARE if values is None else values
     bits = _bits(k, block, codec)
 
-    def of(segments: Segments) -> Codec:
+    def codec_of(segments: Segments) -> Codec:
         return _segmented(segments, k, block, over, codec)._replace(bits=bits)
 
     @cached_plan
     def whole(n: int) -> Codec:
-        return of(segments_of(None, 1, n, torch.device("cpu")))
+        return codec_of(segments_of(None, 1, n, torch.device("cpu")))
 
     def encode(x: Tensor) -> WholePayload:
         rows, n = x.shape
@@ -117,7 +117,7 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         return mean(payload.tensor)
 
     make = partial(top_k, k, block, over=over, values=values)
-    return Codec(encode, decode, 1, bits, decode_mean, segmented=cached_plan(of), make=make)
+    return Codec(encode, decode, 1, bits, decode_mean, segmented=cached_plan(codec_of), make=make)
 
 
 def _check(k: int | float, block: int | None) -> None:
@@ -359,12 +359,12 @@ def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differen
             rows = _into(rows, Tensor.scatter, positions, kept.to(rows.dtype))
         return tuple([payload for payload, _, _ in sent]), rows.reshape(-1)
 
-    def settle(error: Tensor, rows: int) -> Tensor:
+    def to_plain(error: Tensor, rows: int) -> Tensor:
         if isinstance(rule, Decayed):
             return rule.keep * error
         return -error if isinstance(rule, Differences) else error
 
-    return Fused(init, accepts, encode, settle, encode_over=partial(encode, over=True))
+    return Fused(init, accepts, encode, to_plain, encode_over=partial(encode, over=True))
 
 
 def _zeros(n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
