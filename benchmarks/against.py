@@ -7,7 +7,8 @@ steps' ratios is the figure of these two processes: where memory lies, and so wh
 The interval is that of the ten figures (95 %, Student's t, of their logarithms). The steps are those of `step.py`, of
 one rank of two, communication apart: of ten million parameters in 150 tensors, and exchanges of DiLoCo, each with its
 local step, of ten million parameters in ten tensors, and of 150 tensors of 16 elements. Those of Muon's family are of
-one million parameters in 16 matrices, of which a rank owns a half.
+one million parameters in 16 matrices, of which a rank owns a half. The last is a whole step of two ranks over gloo,
+forward and backward pass of a batch of 16 included, in which Muon communicates behind the backward pass.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,46 @@ STEPS = (
     "Muon",
     "NorMuon",
     "sign_muon",
+    "Muon behind a backward pass, two ranks",
 )
+
+
+def behind_a_backward_pass(rank: int, store: str) -> Callable[[], Any]:
+    """Return a step of one of two ranks whose optimizer communicates behind the backward pass."""
+    import torch
+    import torch.distributed as dist
+
+    import fn.adapters.ddp
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(16)))
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    torch.manual_seed(1 + rank)
+    x = torch.randn(16, 256)
+    opt = fn.adapters.ddp.optimizer(model, fn.muon, lr=1e-4, elements=1 << 18, least_wire_seconds=0.0)
+
+    def whole_step() -> None:
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+    return whole_step
 
 
 def serve() -> None:
     """Build the optimizers of the checkout that is on the path, with its own `step.py`; take a step for each line."""
     sys.path.pop(0)  # where this file lies: `step` is to be that of the other checkout
+    store = tempfile.mktemp()  # made by torch
+    other_reads, wakes_other = os.pipe()
+    if os.fork() == 0:  # before torch has threads: the other of the two ranks, which takes a step for each byte
+        os.close(wakes_other)
+        whole_step = behind_a_backward_pass(1, store)
+        while os.read(other_reads, 1):
+            whole_step()
+        os._exit(0)
+    os.close(other_reads)
     import step
     import torch
 
@@ -67,7 +103,7 @@ def serve() -> None:
              (tiny, diloco, exchange), (many, int4, compressed), (many, loco, compressed), (many, shards, compressed),
              (square, muon, warm_up), (square, normuon, warm_up), (square, votes, compressed)]  # fmt: skip
     steps = {}
-    for name, (shapes, make, phase) in zip(STEPS, cases, strict=True):
+    for name, (shapes, make, phase) in zip(STEPS[:-1], cases, strict=True):
         torch.manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         for p in params:
@@ -75,6 +111,15 @@ def serve() -> None:
         steps[name] = step.adapter(params, make, phase)
         for _ in range(3):
             steps[name]()
+    whole_step = behind_a_backward_pass(0, store)
+
+    def both_ranks() -> None:
+        os.write(wakes_other, b"s")
+        whole_step()
+
+    steps[STEPS[-1]] = both_ranks
+    for _ in range(3):
+        both_ranks()
     print("ready", flush=True)
     for line in sys.stdin:
         start = time.process_time_ns()
