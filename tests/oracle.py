@@ -17,13 +17,20 @@ def chunks(n: int, world: int, align: int) -> list[slice]:
     return [slice(min(k * width, n), min((k + 1) * width, n)) for k in range(world)]
 
 
-def scaled_sign(x: Vector, parts: list[slice]) -> Vector:
-    """Return rms(x[part]) * sgn(x[part]) for every part, sgn(0) = +1. Tang et al., 1-bit Adam, section 3."""
+def scaled_sign(x: Vector, parts: list[slice], digits: int | None) -> Vector:
+    """Return rms(x[part]) * sgn(x[part]) for every part, sgn(0) = +1. Tang et al., 1-bit Adam, section 3.
+
+    Args: digits: binary digits that a scale is rounded to, as blocks have it, which is not of the paper.
+    """
     out = np.zeros_like(x)
     for part in parts:
         piece = x[part]
         if piece.size:
-            out[part] = np.sqrt(np.mean(piece**2)) * np.where(piece >= 0, 1.0, -1.0)
+            scale = np.sqrt(np.mean(piece**2))
+            if digits is not None:
+                mantissa, exponent = np.frexp(scale)
+                scale = np.ldexp(np.rint(np.ldexp(mantissa, digits)), exponent - digits)
+            out[part] = scale * np.where(piece >= 0, 1.0, -1.0)
     return out
 
 
@@ -40,6 +47,7 @@ class CompressedMean:
     def __init__(self, n: int, world: int, block: int | None = None, align: int = 8):
         self.parts = chunks(n, world, align)
         self.block = block
+        self.digits = None if block is None else 8  # of bfloat16
         self.worker = [np.zeros(n) for _ in range(world)]
         self.server = np.zeros(n)  # server k's error is its chunk
 
@@ -51,11 +59,11 @@ class CompressedMean:
         total = np.zeros(n)
         for r in range(world):
             compensated = xs[r] + self.worker[r]
-            sent = scaled_sign(compensated, whole)
+            sent = scaled_sign(compensated, whole, self.digits)
             self.worker[r] = compensated - sent
             total += sent / world
         compensated = total + self.server
-        sent = scaled_sign(compensated, [b for p in self.parts for b in blocks(p, self.block)])
+        sent = scaled_sign(compensated, [b for p in self.parts for b in blocks(p, self.block)], self.digits)
         self.server = compensated - sent
         return sent
 

@@ -30,7 +30,7 @@ def row_bytes(codec: str, width: int) -> int:
     if codec == "sign":
         return width // 8 + 4
     if codec == "sign(block=16)":
-        return width // 8 + 4 * math.ceil(width / 16)
+        return width // 8 + 2 * math.ceil(width / 16)
     return width * {"identity": 4, "identity(bf16)": 2, "identity(f64)": 8}[codec]
 
 

@@ -20,7 +20,7 @@ Tree = Any
 
 
 class SignPayload(NamedTuple):
-    """scales: (R, S) float32 or float64; bits: (R, n / 8) uint8."""
+    """scales: (R, S) float32 or float64, of blocks bfloat16; bits: (R, n / 8) uint8."""
 
     scales: Tensor
     bits: Tensor
@@ -41,7 +41,9 @@ def sign(block: int | None = None) -> Codec:
     SignPayload(scales=tensor([[1.7321]]), bits=tensor([[53]], dtype=torch.uint8))
 
     Args:
-        block: elements of a block. None: one scale for the tensor (all rows that are encoded together).
+        block: elements of a block, 1 + 16 / block bits per element, for scales travel as bfloat16, which has the
+            range of float32 (float16 ends at 6e-8, where late gradients lie). None: one scale for the tensor (all rows
+            that are encoded together), in float32.
     Raises: ValueError if block is not a positive multiple of 8.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), section 3, with the scale of Bernstein et al., signSGD with
@@ -95,6 +97,9 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
             # (R, S) -> (1, S)
             sums = sums.sum(0, keepdim=True)
         scales = sums.sqrt().to(dtype) / layout.roots[dtype]
+        if block is not None:
+            sent = scales.bfloat16()  # what is decoded, so a rounding stays in the error
+            return SignPayload(sent.reshape(rows, -1), bits.reshape(rows, -1)), sent.to(dtype)
         if scales.shape[0] != layout.rows:
             # (1, S) -> (K, S); a kernel takes an address, to which an expanded tensor is one row
             scales = scales.expand(layout.rows, -1).contiguous()
@@ -112,13 +117,13 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
         # Not merged: each row comes from another rank, with a scale of its own.
         layout = lay_out(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
         # (R, ...) -> (R, 1, ...): a mean of one message
-        one = payload.bits[:, None], payload.scales.contiguous()[:, None]
+        one = payload.bits[:, None], _scales_of(payload)[:, None]
         decoded: Tensor = torch.ops.fn.sign_decode_mean(*one, layout.valid, layout.runs)
         return decoded
 
     def decode_mean(payload: SignPayload) -> Tensor:
         layout = lay_out(1, payload.bits.shape[1] * 8, payload.bits.device)
-        scales = payload.scales.contiguous()
+        scales = _scales_of(payload)
         # (W, n / 8) -> (1, W, n / 8), one mean of W messages
         mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], layout.valid, layout.runs)
         return mean[0]
@@ -133,11 +138,17 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
         encode,
         decode,
         align=8,
-        bits=1.0 if block is None else 1.0 + 32.0 / block,
+        bits=1.0 if block is None else 1.0 + 16.0 / block,
         decode_mean=decode_mean,
         segmented=cached_plan(lambda s: _sign(block, s)),  # in the codec, so that both end together
         fused=fused,
     )
+
+
+def _scales_of(payload: SignPayload, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the scales of a payload as the kernels take them."""
+    scales = payload.scales.contiguous()
+    return scales.to(dtype) if scales.dtype == torch.bfloat16 else scales
 
 
 def _sign_with_feedback(
@@ -200,7 +211,8 @@ def _sign_with_feedback(
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
         # (W, n / 8) -> (1, W, n / 8), and scales (W, S) -> (1, W, S)
-        args = received.bits[None], received.scales.contiguous()[None], *sent(error, layout), layout.valid, layout.runs
+        buffer, before = sent(error, layout)
+        args = received.bits[None], _scales_of(received, before.dtype)[None], buffer, before, layout.valid, layout.runs
         served = direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)
 

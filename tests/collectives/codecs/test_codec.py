@@ -267,3 +267,21 @@ def test_a_block_that_is_not_finite_comes_back_as_nan():
         found = codec.decode(codec.encode(x))
         assert found[0, :256].isnan().all()
         assert found[0, 256:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e-20, 1e-7, 1.0, 1e20])
+def test_scales_of_blocks_of_signs_take_two_bytes_and_keep_small_and_large_numbers(size, dtype):
+    x, codec = (size * torch.tensor([[1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0, -1.0] * 24])).to(dtype), fn.sign(block=64)
+    payload = codec.encode(x)
+    assert (
+        sum(leaf.numel() * leaf.element_size() for leaf in payload) == x.numel() * codec.bits / 8 == 30
+    )
+    torch.testing.assert_close(codec.decode(payload).to(x), x, rtol=2**-8, atol=0)
+
+
+def test_what_is_not_finite_in_a_block_of_signs_stays_so():
+    decoded = fn.sign(block=8).decode(
+        fn.sign(block=8).encode(torch.tensor([[torch.inf] + [1.0] * 7 + [torch.nan] * 8 + [2.0] * 8]))
+    )
+    assert decoded.isfinite().tolist() == [[False] * 16 + [True] * 8]
