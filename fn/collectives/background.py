@@ -18,6 +18,7 @@ from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.collectives.transports.registry import has_own_thread, registered
 from fn.errors import expected
+from fn.kernels.table import agreed_row, is_agreed
 
 Job = Callable[[], Any]
 
@@ -43,10 +44,10 @@ class Background:
             return self._on_stream(device, job)
         if any(has_own_thread(axis.transport) for axis in current_binding().axes.values()):
             self._thread = self._thread or CommunicationThread(Binding({}), device)
-            bound_now = current_binding()
+            bound_now, agreed = current_binding(), is_agreed()
 
             def run() -> Any:
-                with bound_now:
+                with bound_now, agreed_row(agreed):  # of the thread that begins it
                     return job()
 
             return self._thread.submit(run).result

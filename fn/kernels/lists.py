@@ -18,7 +18,7 @@ from fn import tree
 from fn.kernels import memory_pool
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
 from fn.kernels.reference.lists import RESULTS
-from fn.kernels.table import cells, direct
+from fn.kernels.table import cells, direct, is_agreed
 from fn.kernels.tracing import is_concrete, is_recorded, pooled
 
 Number = float | Tensor | Sequence[Tensor]
@@ -48,6 +48,13 @@ INTO_POOL: dict[str, Callable[..., Tensor]] = {
     "plus": lambda a, b, weight, **room: torch.add(a, b, alpha=weight, **room),
 }
 """Rules that are one function of torch, whose result can lie in memory that is used again, or where it is wanted."""
+
+ROUNDED_EACH: dict[str, Callable[..., Any]] = {
+    "lerp": lambda start, end, weight: start + weight * (end - start),
+    "plus": lambda a, b, weight: a + weight * b,
+    "lion": lambda m, g, b1, b2: (g + b1 * (m - g), g + b2 * (m - g)),
+}
+"""Rules in which torch rounds otherwise from CPU to CPU, in operations that it rounds alike everywhere."""
 
 
 def elementwise(
@@ -115,7 +122,8 @@ def _by_tensor(
     inside = [*map(scale_dtype, lists[like])] if wide else dtypes
     if {x.dtype for tensors in lists for x in tensors} != {*inside[:1]}:
         lists = [[x.to(dtype) for x, dtype in zip(tensors, inside, strict=True)] for tensors in lists]
-    call = _into_pool(INTO_POOL[name]) if name in INTO_POOL else BY_TORCH.get(name, rule)
+    into_pool, instead = ({}, ROUNDED_EACH) if is_agreed() else (INTO_POOL, BY_TORCH)
+    call = _into_pool(into_pool[name]) if name in into_pool else instead.get(name, rule)
     rows: Any = zip(*lists, strict=True)
     if any(isinstance(x, Sequence) or (isinstance(x, Tensor) and x.ndim) for x in numbers):
         each = [x if isinstance(x, Sequence) else x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(dtypes)
@@ -124,8 +132,8 @@ def _by_tensor(
         rows, numbers = zip(*lists, *each, strict=True), ()
     if out is not None:
         for row, *to in zip(rows, *out, strict=True):
-            if name in INTO_POOL and to[0].dtype == row[0].dtype and _room(*row, *numbers):
-                INTO_POOL[name](*row, *numbers, out=to[0])
+            if name in into_pool and to[0].dtype == row[0].dtype and _room(*row, *numbers):
+                into_pool[name](*row, *numbers, out=to[0])
                 continue
             found = call(*row, *numbers)
             for x, y in zip(to, found if count > 1 else (found,), strict=True):

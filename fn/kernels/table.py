@@ -91,6 +91,7 @@ class Cell(NamedTuple):
 
 class _Thread(threading.local):
     only_references = False
+    agreed = False
 
 
 _lock = threading.RLock()
@@ -216,7 +217,7 @@ def refusals() -> dict[tuple[str, str, str], str]:
 
 def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     """Return the accepted kernels of an op on a device, in the order in which they are asked."""
-    if _thread.only_references:
+    if _thread.only_references or _thread.agreed:
         return ()
     accepted = _accepted.get((op, device_type))
     return accepted if accepted is not None else _accept(op, device_type)
@@ -249,6 +250,21 @@ def device_of(args: Sequence[Any]) -> torch.device:
 def only_references() -> AbstractContextManager[bool]:
     """In this context the references run in this thread, so that no kernel is compiled and asked for known answers."""
     return temporarily(_thread, "only_references", True)
+
+
+def agreed_row(on: bool = True) -> AbstractContextManager[bool]:
+    """In this context every machine computes the same bits from the same codes, in this thread.
+
+    Kernels are the references, and rules of lists are taken as sums, products, quotients and roots of single tensors,
+    rounded once each, as IEEE 754 has it. `lerp`, `addcmul` and `add(alpha=)` of torch round otherwise from CPU to CPU.
+    It is for what decodes and moves, and not for what encodes: sums within a codec are the sender's own.
+    """
+    return temporarily(_thread, "agreed", on)
+
+
+def is_agreed() -> bool:
+    """Return whether `agreed_row` is in force in this thread."""
+    return _thread.agreed
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:

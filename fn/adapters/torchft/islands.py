@@ -16,8 +16,10 @@ A dropped exchange costs its time only: params stay where local steps led, and t
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import platform
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +46,7 @@ from fn.collectives.primitives import all_gather, mean_in_place
 from fn.collectives.transports.registry import Transport, register
 from fn.errors import PeerLost, expected
 from fn.inplace.protocol import Staged
+from fn.kernels.table import agreed_row, rows
 from fn.schedules import EverySeconds, Schedule
 
 logger = logging.getLogger("fn")
@@ -122,7 +125,7 @@ def optimizer(
     itself = register("an island by itself", Transport(torch.clone, lambda x: torch.stack([x, x]), torch.clone))
     with torch.no_grad(), Binding({**opt.binding.axes, axis: _axis(2, 0, itself)}):
         stage_exchange(opt, Round(0, 0))
-    opt.pace, opt.given, opt.late = Pace(device_of(opt)), given_to(opt), late
+    opt.pace, opt.given, opt.late, opt.row = Pace(device_of(opt)), given_to(opt), late, row_of(device_of(opt))
     opt.manager, opt.islands, opt.ranks, opt.tokens = manager, axis, ranks, tokens
     # What torchft itself sends to an island that is behind says no more than that it is.
     manager.register_state_dict_fn(f"fn.{axis}", opt.fall_behind, dict)
@@ -143,7 +146,7 @@ class _Word(NamedTuple):
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
-    `Pace.tell`.
+    `Pace.tell`. row: a number of what it computes with, see `row_of`.
     """
 
     speaks: float
@@ -157,6 +160,7 @@ class _Word(NamedTuple):
     passed: float
     waited: float
     exchanged: float
+    row: float
 
 
 class _OtherRanks(ValueError):
@@ -182,10 +186,11 @@ class Islands(Optimizer):
     islands: str
     ranks: Binding
     tokens: Callable[[], float] | None
-    joined = healed = averaged = False
+    joined = healed = averaged = unlike = said_unlike = False
+    row: str
     behind = True
     unsent = 0.0
-    flying: tuple[Flight, Any] | None = None
+    flying: tuple[Flight, Any, bool] | None = None
     greeted: Any = None
     pace: Pace
     seconds = entered = 0.0
@@ -315,7 +320,7 @@ class Islands(Optimizer):
         self.pace.end()
         if all_came and staged is not None:
             staged.commit()
-            self.flying = self.flights.pop(), group
+            self.flying = self.flights.pop(), group, self.unlike
         return all_came or trained or self.voted(None, trained)
 
     @torch.no_grad()
@@ -323,11 +328,11 @@ class Islands(Optimizer):
         """Take over a mean that was on its way, or drop it on all ranks of this island."""
         flying, self.flying, staged = self.flying, None, None
         if flying is not None:
-            flight, group = flying
+            flight, group, unlike = flying
             self.flights.append(flight)
             try:
                 flight.wait()
-                with self.among(group):
+                with self.among(group), agreed_row(unlike):  # as when it began
                     self.meet()
                     staged = stage_exchange(self, round_)
             except RuntimeError as error:
@@ -416,11 +421,13 @@ class Islands(Optimizer):
         errored = self.manager.errored()
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
-        told = self.gather([self.steps, self.behind, self.unsent, self.pace.seconds(), problem is not None, text])
+        told = self.gather(
+            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, problem is not None, text]
+        )
         if problem is not None:
             raise problem
         self.seconds = max(row[3] for row in told)
-        rank, fault_there = next(((r, row[5]) for r, row in enumerate(told) if row[5] is not None), (0, None))
+        rank, fault_there = next(((r, row[-1]) for r, row in enumerate(told) if row[-1] is not None), (0, None))
         if any(raised for *_, raised, _ in told):
             text = f"rank {rank} of this island left the exchange: {fault_there}"
             raise PeerLost(text, axis=_INSIDE, lost=(rank,))
@@ -435,7 +442,8 @@ class Islands(Optimizer):
         warm, entering, spent = self.phase is Phase.WARMUP, self.steps - self.sent, self.pace.tell(since)
         of_steps = 1.0 if warm else entering
         tokens = of_steps if self.tokens is None else sum(row[2] for row in told)
-        return _Word(speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent)
+        row = row_number(*{row[4] for row in told})
+        return _Word(speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent, row)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
         """Take an exchange up to where it is written; None if nobody has anything to say. The islands must be bound.
@@ -452,6 +460,7 @@ class Islands(Optimizer):
         self.pace.of_round = goodput_of(words, self.most)
         if len({of.warm for of in current}) > 1:
             raise RuntimeError("some islands are in their warm-up, and others are not")
+        self.unlike = self.are_unlike(words)
         tokens = [of.speaks * of.tokens for of in words]
         weights = tokens if any(tokens) else [of.speaks for of in words]
         if current and current[0].warm:
@@ -466,7 +475,8 @@ class Islands(Optimizer):
                 self.sent += latest - self.steps
                 self.steps = latest - 1  # the schedule is asked for the step that they have taken
                 round_, self.steps = self.next_phase, latest
-            staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None
+            with agreed_row(self.unlike):
+                staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None
             if word.joined and not (word.behind or word.speaks):
                 staged = self.going_on(staged)
         else:
@@ -475,6 +485,23 @@ class Islands(Optimizer):
         if not late:
             self.meet()
         return staged, late
+
+    def are_unlike(self, words: Sequence[_Word]) -> bool:
+        """Return whether islands compute with other kernels, and say so once.
+
+        Raises: ValueError in a warm-up, whose steps each island would take with its own.
+        """
+        unlike = len({of.row for of in words}) > 1
+        if unlike and any(of.warm for of in words):
+            wanted, got = "rounds from the first step on", "a warm-up, in which islands with other kernels would part"
+            raise ValueError(expected("schedule", wanted, got, "leave `start` out, as in fn.every(100)"))
+        if unlike and not self.said_unlike:
+            self.said_unlike = True
+            logger.warning(
+                "islands compute with other kernels, versions of torch or processors (this one: %s); exchanges take "
+                "plain arithmetic that is alike on all of them", self.row,
+            )  # fmt: skip
+        return unlike
 
     def going_on(self, staged: Staged) -> Staged:
         """Return an exchange behind which the params are as far from the new anchor as they are from this one."""
@@ -552,6 +579,21 @@ def _tell(pace: Pace) -> None:
     """Say what the islands made of their time: the last line of an island's log, which it has without settings."""
     if pace.goodput.could:
         logger.warning("this island ends; goodput of all islands since it began: %s", pace.goodput)
+
+
+def row_of(device: torch.device) -> str:
+    """Return what a machine computes with: what decides about the last bit of a sum, as far as one can ask."""
+    if device.type == "cpu":
+        name = torch.backends.cpu.get_cpu_capability()
+    else:
+        name = torch.get_device_module(device).get_device_name(device)
+    kernels = ", ".join(row.name for row in rows(device.type))
+    return f"torch {torch.__version__} on {platform.machine()}, {device.type} {name}, kernels of {kernels}"
+
+
+def row_number(*texts: str) -> float:
+    """Return a number for texts that a message of float64 carries as it is."""
+    return float(int.from_bytes(hashlib.blake2b(repr(sorted(texts)).encode(), digest_size=6).digest(), "big"))
 
 
 def weight_of(tokens: Sequence[float], rank: int) -> float:
