@@ -62,7 +62,9 @@ def exchanges(name: str, binding: Binding, row: Any) -> list[str]:
     with binding, row():
         state = tx.init(params)
     for number in range(ROUNDS):
-        params = [p + 0.01 * pattern(shape, 10 * number + i) for i, (p, shape) in enumerate(zip(params, SHAPES))]
+        params = [
+            p + 0.01 * pattern(shape, 10 * number + i) for i, (p, shape) in enumerate(zip(params, SHAPES, strict=True))
+        ]
         with binding, row():
             for part in (tx.exchange.difference, tx.exchange.mean, tx.exchange.outer):
                 params, state = part(0, state, params)
