@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import against, first_hour, published
+from benchmarks import against, first_hour, published, unlike_islands
 from benchmarks.atlas import (
     as_it_comes,
     choices,
@@ -82,6 +82,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     ),
     "step": Measurement(f"{STEPS}step --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
     "against": Measurement("benchmarks/against.py 405f67f0", against.table, "--pairs 1 --rounds 1"),
+    "unlike_islands": Measurement("benchmarks/unlike_islands.py", unlike_islands.table, "--side 32 --rounds 1"),
     "ranks_step": Measurement(f"{STEPS}ranks_step", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
     "sharded": Measurement(f"{STEPS}sharded", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
     "kernels": Measurement(f"{STEPS}kernels", kernels.table, "--n 65536 --rounds 1 --no-inductor"),

@@ -56,6 +56,9 @@ ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The names of a kernel's arguments."""
 
+DECODING = ("sign_decode_mean", "dequantize_mean", "dequantize_fp8", "elementwise_")
+"""Kernels whose results all ranks must have alike: a mean of what they sent each other, and how it moves them."""
+
 WRITTEN: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {name: tuple(i for i, a in enumerate(arguments) if "!" in a) for name, arguments in _ARGUMENTS.items()}
 )

@@ -29,7 +29,7 @@ from fn.errors import expected
 from fn.kernels import known_answers
 from fn.kernels.flags import temporarily
 from fn.kernels.reference import REFERENCES
-from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
+from fn.kernels.schemas import ARGUMENTS, DECODING, ON_LISTS, SCHEMAS, WRITTEN
 
 logger = logging.getLogger("fn")
 
@@ -217,7 +217,7 @@ def refusals() -> dict[tuple[str, str, str], str]:
 
 def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     """Return the accepted kernels of an op on a device, in the order in which they are asked."""
-    if _thread.only_references or _thread.agreed:
+    if _thread.only_references or (_thread.agreed and op in DECODING):
         return ()
     accepted = _accepted.get((op, device_type))
     return accepted if accepted is not None else _accept(op, device_type)
@@ -255,9 +255,9 @@ def only_references() -> AbstractContextManager[bool]:
 def agreed_row(on: bool = True) -> AbstractContextManager[bool]:
     """In this context every machine computes the same bits from the same codes, in this thread.
 
-    Kernels are the references, and rules of lists are taken as sums, products, quotients and roots of single tensors,
-    rounded once each, as IEEE 754 has it. `lerp`, `addcmul` and `add(alpha=)` of torch round otherwise from CPU to CPU.
-    It is for what decodes and moves, and not for what encodes: sums within a codec are the sender's own.
+    What decodes is the reference, and rules of lists are sums, products, quotients and roots of single tensors, rounded
+    once each, as IEEE 754 has it: `lerp`, `addcmul` and `add(alpha=)` of torch round otherwise from CPU to CPU. What
+    encodes keeps its kernels, for its sums are the sender's own.
     """
     return temporarily(_thread, "agreed", on)
 
