@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fn.adapters.follow.known_answer import check_known_answer
 from fn.adapters.follow.log_format import JSON, Frame
 from fn.adapters.follow.log_reader import LogReader
 from fn.adapters.follow.run import (
@@ -133,6 +134,7 @@ class Follower:
         if any(form not in own_forms for form in forms):
             missing = next(form for form in forms if form not in own_forms)
             raise ValueError(expected("model", f"a parameter {missing[0]} {missing[1]}, as the run has", "none"))
+        check_known_answer(header, self.make, params[0].device, self._reader.head)
 
     def _wait(self) -> bool:
         """Return whether the next step is there, or comes in time."""
@@ -147,8 +149,11 @@ class Follower:
 
     def _refresh(self) -> None:
         again = self._reader.refresh()
-        self._span = self._span if again is None else range(0)
-        if again is not None and self.steps > again:
+        if again is None:
+            return
+        self._span = range(0)
+        self._check_header()
+        if self.steps > again:
             self._go_to(max(s for s in self._reader.snapshots() if s <= again))
 
     def _begins(self, step: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fn.adapters.follow.known_answer import known_answer, machine_of
 from fn.adapters.follow.log_format import JSON, digest_of
 from fn.adapters.follow.log_writer import LogWriter
 from fn.adapters.follow.run import (
@@ -155,9 +156,10 @@ def publish(
         "dtypes": [str(p.dtype).removeprefix("torch.") for p in params],
         "axes": {**axes},
         "max_norm": None if optimizer.max_norm is None else float(optimizer.max_norm),
-        "torch": torch.__version__,
-        "device": params[0].device.type,
+        "groups": numbers_of(optimizer),
+        "machine": machine_of(params[0].device),
     }
+    header["known_answer"] = known_answer(header, optimizer.make, params[0].device)
 
     def open_log(step: int) -> LogWriter:
         return LogWriter(folder, header, first_step=step, put=put)
