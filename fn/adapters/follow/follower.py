@@ -12,9 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fn.adapters.follow.bits import BITS, change, tensors_of
 from fn.adapters.follow.known_answer import check_known_answer
-from fn.adapters.follow.log_format import JSON, Frame
+from fn.adapters.follow.log_format import JSON, Frame, Key
 from fn.adapters.follow.log_reader import LogReader
+from fn.adapters.follow.params_log import PARAMS
 from fn.adapters.follow.run import (
     ADDED,
     DIGEST_BYTES,
@@ -62,7 +64,7 @@ class Follower:
     Args:
         source: the folder of the log, or the http or https address where a file server shows it.
         model: shaped like the run's, with its names; its parameters are overwritten.
-        make: as the run's optimizer was given.
+        make: as the run's optimizer was given. None: for a log of params, which needs none.
         on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
         patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
     Raises: ValueError for a log of another method or model; as `LogReader` for what is no log. While it steps:
@@ -75,7 +77,7 @@ class Follower:
         self,
         source: str | Path,
         model: nn.Module,
-        make: Callable[..., Transform],
+        make: Callable[..., Transform] | None = None,
         *,
         on_divergence: OnDivergence = "raise",
         patience: float = 0.0,
@@ -120,6 +122,13 @@ class Follower:
 
     def _check_header(self) -> None:
         header = self._reader.header
+        self._is_params = header["method"] == PARAMS
+        # What travels as bits: of a log of codes the buffers alone.
+        self._held = tensors_of(self.model, params=self._is_params, buffers=bool(header.get("buffers")))
+        if self._is_params:
+            return
+        if self.make is None:
+            raise ValueError(expected("make", "that of the run, whose log has codes", "None"))
         if header.get("settings") != (own := settings_of(self.make)):
             theirs = header.get("settings") or {}
             assert isinstance(theirs, dict)
@@ -170,24 +179,28 @@ class Follower:
     def _start(self, step: int) -> None:
         """Go on from a snapshot."""
         tensors = self._reader.snapshot(step)
-        self._log, self._numbers = Log(reads=True), {}
-        self._follow_numbers(self._reader.frame(step), anew=True)
-        self._phase = Phase.WARMUP
-        live = {**params_of(self.optimizer), **state_of(self.optimizer)}
+        live = {**self._held}
+        if not self._is_params:
+            self._log, self._numbers = Log(reads=True), {}
+            self._follow_numbers(self._reader.frame(step), anew=True)
+            self._phase = Phase.WARMUP
+            live |= {**params_of(self.optimizer), **state_of(self.optimizer)}
         for name in live.keys() ^ tensors.keys():
             got = "none in the snapshot" if name in live else "none here"
             cure = "take the same make and model, and the version of fn that wrote the log"
             raise ValueError(expected("snapshot", f"{name!r} on both sides", got, cure))
+        for name, x in live.items():
+            if x.shape != tensors[name].shape or x.dtype != tensors[name].dtype:
+                wanted = f"{name!r} like the run's, {tensors[name].dtype} {[*tensors[name].shape]}"
+                raise ValueError(expected("model", wanted, f"{x.dtype} {[*x.shape]}"))
         with torch.no_grad():
             for name, x in live.items():
-                if x.shape != tensors[name].shape or x.dtype != tensors[name].dtype:
-                    got = f"{tensors[name].dtype} {[*tensors[name].shape]}"
-                    raise ValueError(expected("model", f"{name!r} like the run's, {got}", f"{x.dtype} {[*x.shape]}"))
                 x.copy_(tensors[name])
-        for unit in self.optimizer.units:
-            unit.versions = []  # it is not to warn of what the snapshot has written
-        self.steps = self.optimizer.steps = step
-        self._is_there = True
+        if not self._is_params:
+            self.optimizer.steps = step
+            for unit in self.optimizer.units:
+                unit.versions = []  # it is not to warn of what the snapshot has written
+        self.steps, self._is_there = step, True
 
     def _follow_numbers(self, frame: Frame, *, anew: bool = False) -> None:
         """Write into the groups what was changed in the run's before a step; make the optimizer if need be."""
@@ -213,6 +226,7 @@ class Follower:
             for p in given["params"]:  # which is left out of a group if it is frozen when that is made
                 (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
         if anew:
+            assert self.make is not None  # `_check_header` has seen to it
             header: Any = self._reader.header
             with echoing(header["axes"]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the run has said it
@@ -246,7 +260,15 @@ class Follower:
             self._start(step)
         frame = self._reader.frame(step)
         records = {key: leaves for key, leaves in frame.records if key[0] != ADDED}
-        digests = records.pop(DIGESTS, None)
+        digests, bits = records.pop(DIGESTS, None), records.pop(BITS, None)
+        if not self._is_params:
+            self._step(frame, records)
+        if bits is not None:
+            change(self._held.values(), bits)
+        self.steps = step + 1
+        return step if digests is None or self._agrees(step, digests[0]) else None
+
+    def _step(self, frame: Frame, records: dict[Key, list[bytes]]) -> None:
         # First: where a group is added, a mean that is on its way lands.
         self._log.fill((key, [*map(_words, leaves)]) for key, leaves in records.items())
         self._follow_numbers(frame)
@@ -256,11 +278,9 @@ class Follower:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self.optimizer.step()
         self._log.check_read()
-        self.steps = step + 1
-        return step if digests is None or self._agrees(step, digests[0]) else None
 
     def _agrees(self, step: int, theirs: bytes) -> bool:
-        agreed = agreed_of(self.optimizer)
+        agreed = self._held if self._is_params else agreed_of(self.optimizer)
         own = digests_of([*agreed.values()])
         if own == theirs:
             return True
