@@ -30,6 +30,7 @@ from fn.adapters.follow.run import (
     state_of,
 )
 from fn.adapters.optim.optimizer import Optimizer
+from fn.arguments import checked
 from fn.base import Phase, Round, Transform
 from fn.collectives.following import Log, echoing
 from fn.errors import expected
@@ -67,12 +68,13 @@ class Follower:
         make: as the run's optimizer was given. None: for a log of params, which needs none.
         on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
         patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
-    Raises: ValueError for a log of another method or model; as `LogReader` for what is no log. While it steps:
-        `Diverged`; LookupError for a step that is not in the log; ValueError for a step that hears something else.
+    Raises: ValueError for a log of another method or model, and on a machine whose steps come to other bits than those
+        of the run; as `LogReader` for what is no log. While it steps: `Diverged`; LookupError for a step that is not in the log; ValueError for a step that hears something else.
     """
 
     optimizer: Optimizer
 
+    @checked("source", "model", "make", "patience")
     def __init__(
         self,
         source: str | Path,

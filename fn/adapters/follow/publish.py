@@ -28,13 +28,13 @@ from fn.adapters.follow.run import (
 )
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import are_divided
-from fn.arguments import check_flag, check_kind, check_whole
+from fn.arguments import check_whole, checked
 from fn.base import facts_of
 from fn.collectives.following import Log
 from fn.errors import expected
 
-INSTEAD = "average gradients in codes, as average_gradients(model, fn.int4()) does, or publish(..., what='params')"
-"""How to be followed where torch's own collectives, of DDP or FSDP2, keep what they average from the log."""
+PARAMS_INSTEAD = "publish(..., what='params')"
+"""How any run is followed, also where torch's own collectives keep what they average from the log."""
 
 
 class Publication:
@@ -117,6 +117,7 @@ class Publication:
         self._is_stale = True
 
 
+@checked("optimizer", "folder", "snapshot_every", "digest_every", "buffers", "what", "put")
 def publish(
     optimizer: torch.optim.Optimizer,
     folder: str | Path,
@@ -153,26 +154,23 @@ def publish(
         travels: one rank, no axis, FSDP2's shards; and where no single model holds the parameters that is asked for;
         as `LogWriter` for the folder.
     """
-    check_kind("optimizer", optimizer, torch.optim.Optimizer, "an optimizer")
     check_whole("snapshot_every", snapshot_every, 1)
     check_whole("digest_every", digest_every, 1)
-    check_flag("buffers", buffers)
-    if what not in ("codes", "params"):
-        raise ValueError(expected("what", "'codes' or 'params'", f"{what!r}"))
     if what == "params":
         return publish_params(optimizer, folder, snapshot_every, digest_every, buffers, put)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__, INSTEAD))
+        raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__, PARAMS_INSTEAD))
     params = [p for group in optimizer.param_groups for p in group["params"]]
     axes = {name: bound.size for name, bound in optimizer.binding.axes.items() if name in optimizer.axes}
     sends = any(facts_of(unit.transform).axes or facts_of(unit.transform).silent for unit in optimizer.units)
     if not sends or max(axes.values(), default=1) == 1:
         wanted, got = "one that averages over an axis of several ranks", f"axes {axes}"
-        cure = f"give make an axis, bound by fn.bind; where torch averages, {INSTEAD}"
+        by_codes = "give make an axis, bound by fn.bind, or average gradients by average_gradients(model, fn.int4())"
+        cure = f"what torch's DDP averages is not in the log; {by_codes}; or {PARAMS_INSTEAD}"
         raise ValueError(expected("optimizer", wanted, got, cure))
     if any(are_divided(group["params"]) for group in optimizer.param_groups):
         got = "pieces, as FSDP2 makes them"
-        raise ValueError(expected("optimizer", "whole parameters on rank 0", got, INSTEAD))
+        raise ValueError(expected("optimizer", "whole parameters on rank 0", got, PARAMS_INSTEAD))
     beside = Buffers(params, travel=buffers)
     if any(int(optimizer.binding.axes[name].rank) for name in axes):
         return None
