@@ -22,7 +22,7 @@ from fn.adapters.optim.shards import is_dtensor
 from fn.errors import expected
 
 BITS: Key = ("bits",)
-"""The key of the record of changes, one for each tensor in the model's order; no bytes where nothing changed."""
+"""The key of the record of changes, one for each tensor in the order of names; no bytes where nothing changed."""
 
 
 def models_of(params: Sequence[Tensor]) -> tuple[list[nn.Module], bool]:
@@ -55,10 +55,10 @@ def _unwrapped(model: Any) -> nn.Module:
 
 
 def tensors_of(model: nn.Module, *, params: bool, buffers: bool) -> dict[str, Tensor]:
-    """Return tensors of a model by the names that snapshots have of them."""
+    """Return tensors of a model by the names that snapshots have of them, in the order of these."""
     found: dict[str, Tensor] = {**dict(model.named_parameters())} if params else {}
     found |= dict(model.named_buffers()) if buffers else {}
-    return {f"model.{name}": x.detach() for name, x in found.items()}
+    return {f"model.{name}": found[name].detach() for name in sorted(found)}
 
 
 def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -69,7 +69,8 @@ class Follower:
         on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
         patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
     Raises: ValueError for a log of another method or model, and on a machine whose steps come to other bits than those
-        of the run; as `LogReader` for what is no log. While it steps: `Diverged`; LookupError for a step that is not in the log; ValueError for a step that hears something else.
+        of the run; as `LogReader` for what is no log. While it steps: `Diverged`; LookupError for a step that is not in
+        the log; ValueError for a step that hears something else.
     """
 
     optimizer: Optimizer
@@ -125,8 +126,6 @@ class Follower:
     def _check_header(self) -> None:
         header = self._reader.header
         self._is_params = header["method"] == PARAMS
-        # What travels as bits: of a log of codes the buffers alone.
-        self._held = tensors_of(self.model, params=self._is_params, buffers=bool(header.get("buffers")))
         if self._is_params:
             return
         if self.make is None:
@@ -147,6 +146,11 @@ class Follower:
             raise ValueError(expected("model", f"a parameter {missing[0]} {missing[1]}, as the run has", "none"))
         check_known_answer(header, self.make, params[0].device, self._reader.head)
 
+    def _held(self) -> dict[str, Tensor]:
+        """Return what travels as bits: of a log of codes the buffers alone."""
+        buffers = bool(self._reader.header.get("buffers"))
+        return tensors_of(self.model, params=self._is_params, buffers=buffers)
+
     def _wait(self) -> bool:
         """Return whether the next step is there, or comes in time."""
         until = time.monotonic() + self.patience
@@ -163,9 +167,9 @@ class Follower:
         if again is None:
             return
         self._span = range(0)
-        self._check_header()
         if self.steps > again:
             self._go_to(max(s for s in self._reader.snapshots() if s <= again))
+        self._check_header()
 
     def _begins(self, step: int) -> bool:
         """Return whether a trainer began from a step: it had loaded what it began with, and no mean was on its way."""
@@ -181,7 +185,7 @@ class Follower:
     def _start(self, step: int) -> None:
         """Go on from a snapshot."""
         tensors = self._reader.snapshot(step)
-        live = {**self._held}
+        live = self._held()
         if not self._is_params:
             self._log, self._numbers = Log(reads=True), {}
             self._follow_numbers(self._reader.frame(step), anew=True)
@@ -266,7 +270,7 @@ class Follower:
         if not self._is_params:
             self._step(frame, records)
         if bits is not None:
-            change(self._held.values(), bits)
+            change(self._held().values(), bits)
         self.steps = step + 1
         return step if digests is None or self._agrees(step, digests[0]) else None
 
@@ -282,16 +286,12 @@ class Follower:
         self._log.check_read()
 
     def _agrees(self, step: int, theirs: bytes) -> bool:
-        agreed = self._held if self._is_params else agreed_of(self.optimizer)
+        agreed = self._held() if self._is_params else agreed_of(self.optimizer)
         own = digests_of([*agreed.values()])
-        if own == theirs:
+        parts = zip(range(0, len(own), DIGEST_BYTES), agreed, strict=True)
+        tensor = next((name for i, name in parts if own[i : i + DIGEST_BYTES] != theirs[i : i + DIGEST_BYTES]), None)
+        if tensor is None:
             return True
-        parts = enumerate(agreed)
-        tensor = next(
-            name
-            for i, name in parts
-            if own[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] != theirs[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
-        )
         later = [s for s in self._reader.snapshots() if s > step]
         if self.on_divergence == "snapshot" and later:
             self._go_to(later[0])

@@ -46,8 +46,7 @@ def publish_params(
     def open_log(step: int) -> LogWriter:
         return LogWriter(folder, header, first_step=step, put=put)
 
-    of = ParamsPublication(optimizer, tensors, open_log if is_first else None, snapshot_every, digest_every)
-    return of if is_first else None
+    return ParamsPublication(optimizer, tensors, open_log if is_first else None, snapshot_every, digest_every)
 
 
 def _ranks(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[int]:
@@ -59,7 +58,10 @@ def _ranks(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[int]:
 
 
 class ParamsPublication:
-    """A run whose params are being published. `close` ends that, as the end of the process does."""
+    """A run whose params are being published. `close` ends that, as the end of the process does.
+
+    Args: tensors: returns those of the model. open_log: None on ranks that only gather their pieces for the first.
+    """
 
     def __init__(
         self,
@@ -74,24 +76,22 @@ class ParamsPublication:
         # Of one thread: frames stay in order, and training waits for none but the last.
         self._thread, self._pending = ThreadPoolExecutor(1, "fn bits"), Future[None]()
         self._pending.set_result(None)
+        self._names, self._is_over = [*tensors()], False
         self._log: LogWriter | None = None
         self._open()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
-        ]
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def close(self) -> None:
-        """Write what is there, and publish no further step."""
-        for hook in self._hooks:
-            hook.remove()
-        self._end()
+        """Write what is there, and publish no further step; of FSDP2's parameters all ranks call it."""
+        self._is_over = True
+        self._pending.result()
+        if self._log is not None:
+            self._log.close()
 
     def _open(self) -> None:
-        self._end()
-        self._is_stale, self._next = False, _steps_of(self._optimizer)
-        self._last = self._copies()
+        self._is_stale, self._next, self._last = False, _steps_of(self._optimizer), self._copies()
         if self._open_log is not None:
             self._log = self._open_log(self._next)
             self._log.snapshot(self._next, self._last)
@@ -100,30 +100,25 @@ class ParamsPublication:
         if self._open_log is not None:
             return copies_of(self._tensors())
         for x in self._tensors().values():
-            whole(x)  # for rank 0, with this rank's piece
+            whole(x)  # for the first rank, with this one's piece
         return {}
 
-    def _end(self) -> None:
-        self._pending.result()
-        if self._log is not None:
-            self._log.close()
-
     def _before_step(self, *_: Any) -> None:
-        if self._is_stale:
+        if self._is_stale and not self._is_over:
+            self.close()
+            self._is_over = False
             self._open()
 
     def _after_step(self, *_: Any) -> None:
+        others = sorted({*self._names} ^ self._tensors().keys())
+        if others and not self._is_over:
+            text = f"the log ends before step {self._next}: the model has other tensors, such as {others[0]!r}"
+            warnings.warn(f"publish: {text}; publish it anew, into a folder of its own", stacklevel=2)
+            self.close()
+        if self._is_over:
+            return
         before, self._last = self._last, self._copies()
         self._pending.result()
-        if before.keys() != self._last.keys():
-            names = sorted(before.keys() ^ self._last.keys())
-            warnings.warn(
-                f"publish: the log ends before step {self._next}: the model has other tensors now, such as "
-                f"{names[0]!r}; publish it into a folder of its own",
-                stacklevel=2,
-            )
-            self.close()
-            return
         if self._log is not None:
             self._pending = self._thread.submit(self._write, self._log, self._next, before, self._last)
         self._next += 1

@@ -149,7 +149,7 @@ def publish(
             parameters. Without, a warning says so when they change.
         what: "codes" or "params".
         put: as for `LogWriter`: takes the name and the bytes of each file, for object stores.
-    Returns: on rank 0 what ends it by `close()`; None on the others.
+    Returns: on rank 0 what ends it by `close()`, for FSDP2's parameters on all ranks, which all call it; else None.
     Raises: TypeError if this is no `fn.Optimizer`; ValueError for a run of which nothing is alike on all ranks and
         travels: one rank, no axis, FSDP2's shards; and where no single model holds the parameters that is asked for;
         as `LogWriter` for the folder.

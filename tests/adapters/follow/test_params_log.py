@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import warnings
 from functools import partial
 from typing import Any
@@ -168,7 +170,7 @@ def test_params_that_differ_are_noticed(tmp_path):
     wrong = model(1)
     wrong[3] = nn.Linear(32, 5)
     before = everything(wrong)
-    with pytest.raises(ValueError, match=r"model: expected 'model.3.weight' like the run's, torch.float32 \[4, 32\]"):
+    with pytest.raises(ValueError, match=r"model: expected 'model.3.bias' like the run's, torch.float32 \[4\]"):
         next(iter(Follower(tmp_path, wrong)))
     assert alike(wrong, before)
 
@@ -184,8 +186,13 @@ def test_one_model_has_to_hold_the_parameters(tmp_path):
         publish(torch.optim.SGD([nn.Parameter(torch.ones(2))]), tmp_path, what="params")
     assert [*tmp_path.iterdir()] == []
     both = nn.ModuleDict({"one": one, "two": two})
-    publish(opt, tmp_path, what="params").close()
-    assert LogReader(tmp_path).snapshot(0).keys() == {f"model.{name}" for name, _ in both.named_parameters()}
+    published = publish(opt, tmp_path, what="params")
+    one(torch.ones(2, 8)).sum().backward()
+    opt.step()
+    published.close()
+    other = nn.ModuleDict({"two": model(2), "one": model(3)})  # by name, in any order
+    assert [*Follower(tmp_path, other)] == [0]
+    assert all(torch.equal(p, dict(both.named_parameters())[name]) for name, p in other.named_parameters())
 
 
 def test_a_model_with_other_tensors_ends_the_log_and_not_the_run(tmp_path):
@@ -199,6 +206,22 @@ def test_a_model_with_other_tensors_ends_the_log_and_not_the_run(tmp_path):
     opt.step()
     published.close()
     assert LogReader(tmp_path).last_step == 0
+
+
+def test_the_end_of_a_process_writes_what_is_there(tmp_path):
+    text = (
+        "import torch; from fn.adapters.follow import publish\n"
+        "net = torch.nn.Linear(300, 300); opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "publish(opt, 'log', what='params', snapshot_every=2)\n"
+        "for step in range(5): net(torch.ones(1, 300)).sum().backward(); opt.step()\n"
+        "torch.save(net.state_dict(), 'end.pt')"
+    )
+    command = [sys.executable, "-c", text]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=ranks.LIMIT, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    net = nn.Linear(300, 300)
+    assert [*Follower(tmp_path / "log", net)] == [*range(5)]
+    assert alike(net, torch.load(tmp_path / "end.pt"))
 
 
 def warned(folder):
