@@ -40,7 +40,7 @@ def model_of(params: Sequence[Tensor], name: str) -> nn.Module:
     models, are_all = models_of(params)
     if len(models) != 1 or not are_all:
         got = ", ".join(sorted(type(x).__name__ for x in models)) or "none"
-        cure = "hold all in one module, such as an nn.ModuleDict, of which followers have the like"
+        cure = "hold all in one module, such as an nn.ModuleDict; followers take one like it"
         raise ValueError(expected(name, "one module around all parameters of the optimizer", got, cure))
     return models[0]
 
