@@ -27,6 +27,7 @@ import fn.adapters.checkpoint
 import fn.adapters.ddp
 import fn.adapters.deepspeed
 import fn.adapters.drift
+import fn.adapters.follow
 import fn.adapters.fsdp
 import fn.adapters.torchft
 import fn.adapters.trainers.accelerate
@@ -233,6 +234,8 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.adapters.deepspeed.loco_quant_reduce": lambda: {"tensors": [torch.ones(8)], **HOPS},
     "fn.adapters.deepspeed.quant_reduce": lambda: {"tensors": [torch.ones(8)], **HOPS},
     "fn.adapters.drift.check_drift": lambda: {"optimizer": optimizer(), "every": 2},
+    "fn.adapters.follow.Follower": lambda: {"source": "nowhere", "model": net(), "make": fn.adamw},
+    "fn.adapters.follow.publish": lambda: {"optimizer": optimizer(), "folder": "/dev/null/x"},
     "fn.adapters.fsdp.compress": lambda: {"module": net()},
     "fn.adapters.torchft.optimizer": lambda: {
         "params": [nn.Parameter(torch.ones(2))],
@@ -314,6 +317,7 @@ def wrong(kinds: set[Any]) -> Iterator[Any]:
 
 NOT_CALLED = {
     "fn.Ledger": "made by fn.ledger",
+    "fn.adapters.follow.Publication": "made by publish",
     "fn.adapters.fsdp.Compressed": "made by compress",
     "fn.adapters.trainers.accelerate.LocalSGD": "arguments of accelerate's class",
     "fn.adapters.trainers.accelerate.prepare": "arguments of accelerate's",
@@ -333,6 +337,8 @@ FAILS_LATER = {
     "fn.adapters.ddp.average_gradients": AttributeError,  # a stand-in of DDP
     "fn.adapters.ddp.keep_local": AttributeError,
     "fn.adapters.ddp.overlap": ValueError,  # params of another model
+    "fn.adapters.follow.Follower": FileNotFoundError,
+    "fn.adapters.follow.publish": ValueError,  # of one rank nothing travels
     "fn.adapters.fsdp.compress": ValueError,  # no FSDPModule
     "fn.adapters.torchft.connect": Exception,  # no lighthouse
 }
@@ -340,7 +346,7 @@ FAILS_LATER = {
 
 MODULES = [
     fn, fn.contrib, fn.contrib.metrics, fn.adapters, fn.adapters.checkpoint, fn.adapters.ddp, fn.adapters.deepspeed,
-    fn.adapters.drift, fn.adapters.fsdp, fn.adapters.torchft, fn.adapters.trainers.accelerate,
+    fn.adapters.drift, fn.adapters.follow, fn.adapters.fsdp, fn.adapters.torchft, fn.adapters.trainers.accelerate,
     fn.adapters.trainers.hf, fn.adapters.trainers.lightning, fn.kernels, fn.testing,
 ]  # fmt: skip
 

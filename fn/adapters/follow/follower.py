@@ -12,8 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fn.adapters.follow.log_format import JSON, Frame
+from fn.adapters.follow.bits import BITS, change, tensors_of
+from fn.adapters.follow.known_answer import check_known_answer
+from fn.adapters.follow.log_format import JSON, Frame, Key
 from fn.adapters.follow.log_reader import LogReader
+from fn.adapters.follow.params_log import PARAMS
 from fn.adapters.follow.run import (
     ADDED,
     DIGEST_BYTES,
@@ -27,6 +30,7 @@ from fn.adapters.follow.run import (
     state_of,
 )
 from fn.adapters.optim.optimizer import Optimizer
+from fn.arguments import checked
 from fn.base import Phase, Round, Transform
 from fn.collectives.following import Log, echoing
 from fn.errors import expected
@@ -61,20 +65,22 @@ class Follower:
     Args:
         source: the folder of the log, or the http or https address where a file server shows it.
         model: shaped like the run's, with its names; its parameters are overwritten.
-        make: as the run's optimizer was given.
+        make: as the run's optimizer was given. None: for a log of params, which needs none.
         on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
         patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
-    Raises: ValueError for a log of another method or model; as `LogReader` for what is no log. While it steps:
-        `Diverged`; LookupError for a step that is not in the log; ValueError for a step that hears something else.
+    Raises: ValueError for a log of another method or model, and on a machine whose steps come to other bits than those
+        of the run; as `LogReader` for what is no log. While it steps: `Diverged`; LookupError for a step that is not in
+        the log; ValueError for a step that hears something else.
     """
 
     optimizer: Optimizer
 
+    @checked("source", "model", "make", "patience")
     def __init__(
         self,
         source: str | Path,
         model: nn.Module,
-        make: Callable[..., Transform],
+        make: Callable[..., Transform] | None = None,
         *,
         on_divergence: OnDivergence = "raise",
         patience: float = 0.0,
@@ -119,6 +125,11 @@ class Follower:
 
     def _check_header(self) -> None:
         header = self._reader.header
+        self._is_params = header["method"] == PARAMS
+        if self._is_params:
+            return
+        if self.make is None:
+            raise ValueError(expected("make", "that of the run, whose log has codes", "None"))
         if header.get("settings") != (own := settings_of(self.make)):
             theirs = header.get("settings") or {}
             assert isinstance(theirs, dict)
@@ -133,6 +144,12 @@ class Follower:
         if any(form not in own_forms for form in forms):
             missing = next(form for form in forms if form not in own_forms)
             raise ValueError(expected("model", f"a parameter {missing[0]} {missing[1]}, as the run has", "none"))
+        check_known_answer(header, self.make, params[0].device, self._reader.head)
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return what travels as bits: of a log of codes the buffers alone."""
+        buffers = bool(self._reader.header.get("buffers"))
+        return tensors_of(self.model, params=self._is_params, buffers=buffers)
 
     def _wait(self) -> bool:
         """Return whether the next step is there, or comes in time."""
@@ -147,9 +164,12 @@ class Follower:
 
     def _refresh(self) -> None:
         again = self._reader.refresh()
-        self._span = self._span if again is None else range(0)
-        if again is not None and self.steps > again:
+        if again is None:
+            return
+        self._span = range(0)
+        if self.steps > again:
             self._go_to(max(s for s in self._reader.snapshots() if s <= again))
+        self._check_header()
 
     def _begins(self, step: int) -> bool:
         """Return whether a trainer began from a step: it had loaded what it began with, and no mean was on its way."""
@@ -165,24 +185,28 @@ class Follower:
     def _start(self, step: int) -> None:
         """Go on from a snapshot."""
         tensors = self._reader.snapshot(step)
-        self._log, self._numbers = Log(reads=True), {}
-        self._follow_numbers(self._reader.frame(step), anew=True)
-        self._phase = Phase.WARMUP
-        live = {**params_of(self.optimizer), **state_of(self.optimizer)}
+        live = self._held()
+        if not self._is_params:
+            self._log, self._numbers = Log(reads=True), {}
+            self._follow_numbers(self._reader.frame(step), anew=True)
+            self._phase = Phase.WARMUP
+            live |= {**params_of(self.optimizer), **state_of(self.optimizer)}
         for name in live.keys() ^ tensors.keys():
             got = "none in the snapshot" if name in live else "none here"
             cure = "take the same make and model, and the version of fn that wrote the log"
             raise ValueError(expected("snapshot", f"{name!r} on both sides", got, cure))
+        for name, x in live.items():
+            if x.shape != tensors[name].shape or x.dtype != tensors[name].dtype:
+                wanted = f"{name!r} like the run's, {tensors[name].dtype} {[*tensors[name].shape]}"
+                raise ValueError(expected("model", wanted, f"{x.dtype} {[*x.shape]}"))
         with torch.no_grad():
             for name, x in live.items():
-                if x.shape != tensors[name].shape or x.dtype != tensors[name].dtype:
-                    got = f"{tensors[name].dtype} {[*tensors[name].shape]}"
-                    raise ValueError(expected("model", f"{name!r} like the run's, {got}", f"{x.dtype} {[*x.shape]}"))
                 x.copy_(tensors[name])
-        for unit in self.optimizer.units:
-            unit.versions = []  # it is not to warn of what the snapshot has written
-        self.steps = self.optimizer.steps = step
-        self._is_there = True
+        if not self._is_params:
+            self.optimizer.steps = step
+            for unit in self.optimizer.units:
+                unit.versions = []  # it is not to warn of what the snapshot has written
+        self.steps, self._is_there = step, True
 
     def _follow_numbers(self, frame: Frame, *, anew: bool = False) -> None:
         """Write into the groups what was changed in the run's before a step; make the optimizer if need be."""
@@ -208,6 +232,7 @@ class Follower:
             for p in given["params"]:  # which is left out of a group if it is frozen when that is made
                 (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
         if anew:
+            assert self.make is not None  # `_check_header` has seen to it
             header: Any = self._reader.header
             with echoing(header["axes"]), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the run has said it
@@ -241,7 +266,15 @@ class Follower:
             self._start(step)
         frame = self._reader.frame(step)
         records = {key: leaves for key, leaves in frame.records if key[0] != ADDED}
-        digests = records.pop(DIGESTS, None)
+        digests, bits = records.pop(DIGESTS, None), records.pop(BITS, None)
+        if not self._is_params:
+            self._step(frame, records)
+        if bits is not None:
+            change(self._held().values(), bits)
+        self.steps = step + 1
+        return step if digests is None or self._agrees(step, digests[0]) else None
+
+    def _step(self, frame: Frame, records: dict[Key, list[bytes]]) -> None:
         # First: where a group is added, a mean that is on its way lands.
         self._log.fill((key, [*map(_words, leaves)]) for key, leaves in records.items())
         self._follow_numbers(frame)
@@ -251,20 +284,14 @@ class Follower:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self.optimizer.step()
         self._log.check_read()
-        self.steps = step + 1
-        return step if digests is None or self._agrees(step, digests[0]) else None
 
     def _agrees(self, step: int, theirs: bytes) -> bool:
-        agreed = agreed_of(self.optimizer)
+        agreed = self._held() if self._is_params else agreed_of(self.optimizer)
         own = digests_of([*agreed.values()])
-        if own == theirs:
+        parts = zip(range(0, len(own), DIGEST_BYTES), agreed, strict=True)
+        tensor = next((name for i, name in parts if own[i : i + DIGEST_BYTES] != theirs[i : i + DIGEST_BYTES]), None)
+        if tensor is None:
             return True
-        parts = enumerate(agreed)
-        tensor = next(
-            name
-            for i, name in parts
-            if own[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES] != theirs[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]
-        )
         later = [s for s in self._reader.snapshots() if s > step]
         if self.on_divergence == "snapshot" and later:
             self._go_to(later[0])

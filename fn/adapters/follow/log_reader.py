@@ -62,6 +62,11 @@ class LogReader:
         return self._head.incarnations[-1].header
 
     @property
+    def head(self) -> str:
+        """Return the path of head.json, for errors."""
+        return self._path(HEAD)
+
+    @property
     def incarnation(self) -> int:
         """Return how many times the trainer was restarted."""
         return len(self._head.incarnations) - 1

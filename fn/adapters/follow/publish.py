@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from fn.adapters.follow.bits import Buffers
+from fn.adapters.follow.known_answer import known_answer, machine_of
 from fn.adapters.follow.log_format import JSON, digest_of
 from fn.adapters.follow.log_writer import LogWriter
+from fn.adapters.follow.params_log import ParamsPublication, publish_params
 from fn.adapters.follow.run import (
     ADDED,
     DIGESTS,
@@ -25,19 +28,27 @@ from fn.adapters.follow.run import (
 )
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import are_divided
-from fn.arguments import check_kind, check_whole
+from fn.arguments import check_whole, checked
 from fn.base import facts_of
 from fn.collectives.following import Log
 from fn.errors import expected
+
+PARAMS_INSTEAD = "publish(..., what='params')"
+"""How any run is followed, also where torch's own collectives keep what they average from the log."""
 
 
 class Publication:
     """A run that is being published. `close` ends that, as the end of the process does."""
 
     def __init__(
-        self, optimizer: Optimizer, open_log: Callable[[int], LogWriter], snapshot_every: int, digest_every: int
+        self,
+        optimizer: Optimizer,
+        buffers: Buffers,
+        open_log: Callable[[int], LogWriter],
+        snapshot_every: int,
+        digest_every: int,
     ):
-        self._optimizer, self._open_log = optimizer, open_log
+        self._optimizer, self._buffers, self._open_log = optimizer, buffers, open_log
         self._snapshot_every, self._digest_every = snapshot_every, digest_every
         self._said: dict[str, JSON] = {}  # of the groups, since the last snapshot
         self._groups, self._added = 0, list[tuple[tuple[str | int, ...], list[bytes]]]()
@@ -61,6 +72,7 @@ class Publication:
         self._next, self._is_stale = self._optimizer.steps, False
         self._log = self._open_log(self._next)
         self._heard.take()
+        self._buffers.begin()
         self._snapshot()
 
     def _snapshot(self) -> None:
@@ -68,7 +80,7 @@ class Publication:
         # A mean that is on its way belongs to a later step, and is no part of what ranks agree on now.
         self._owes_snapshot = bool(optimizer.flights)
         if not self._owes_snapshot:
-            self._log.snapshot(self._next, {**params_of(optimizer), **state_of(optimizer)})
+            self._log.snapshot(self._next, {**params_of(optimizer), **state_of(optimizer), **self._buffers.now()})
             self._groups, self._said = len(optimizer.param_groups), {}  # who starts from it has heard nothing before
 
     def _before_step(self, *_: Any) -> None:
@@ -90,7 +102,7 @@ class Publication:
         changed |= {} if optimizer.moved else {"skipped": True}
         self._said = now
         heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
-        records, self._added = [*self._added, *heard], []
+        records, self._added = [*self._added, *heard, *self._buffers.changed()], []
         digest = None
         if (step + 1) % self._digest_every == 0:
             each = digests_of([*agreed_of(optimizer).values()])
@@ -105,14 +117,17 @@ class Publication:
         self._is_stale = True
 
 
+@checked("optimizer", "folder", "snapshot_every", "digest_every", "buffers", "what", "put")
 def publish(
-    optimizer: Optimizer,
+    optimizer: torch.optim.Optimizer,
     folder: str | Path,
     *,
     snapshot_every: int = 1000,
     digest_every: int = 100,
+    buffers: bool = False,
+    what: Literal["codes", "params"] = "codes",
     put: Callable[[str, bytes], object] | None = None,
-) -> Publication | None:
+) -> Publication | ParamsPublication | None:
     """Write what all ranks get alike into a folder, so that followers have the parameters after every step.
 
     Take it for an evaluator or a rollout server that never receives weights, a checkpoint of every step, a replay of
@@ -120,33 +135,47 @@ def publish(
 
         publication = fn.adapters.follow.publish(opt, "run")            # on all ranks, before the first step
 
+    Where codes cannot be followed, `what="params"` writes the bits of rank 0's parameters that each step changed. It
+    takes any optimizer of torch's, whatever averages its gradients, FSDP2's parameters and models that `torch.compile`
+    traces; and followers on any machine, which need no `make`. That are several times the bytes, and a copy of the
+    parameters in the host's memory.
+
     Args:
-        optimizer: an `fn.Optimizer`, the same on all ranks.
+        optimizer: an `fn.Optimizer`, the same on all ranks; for what="params" any.
         folder: of this run alone; made if need be. Rank 0 writes, on a thread.
         snapshot_every: after how many steps followers may start; a snapshot has the parameters and the agreed state.
         digest_every: after how many steps followers compare the parameters.
+        buffers: whether rank 0's buffers travel, too, such as BatchNorm's statistics, of the model that holds the
+            parameters. Without, a warning says so when they change.
+        what: "codes" or "params".
         put: as for `LogWriter`: takes the name and the bytes of each file, for object stores.
-    Returns: on rank 0 what ends it by `close()`; None on the others.
+    Returns: on rank 0 what ends it by `close()`, for FSDP2's parameters on all ranks, which all call it; else None.
     Raises: TypeError if this is no `fn.Optimizer`; ValueError for a run of which nothing is alike on all ranks and
-        travels: one rank, no axis, FSDP2's shards; as `LogWriter` for the folder.
+        travels: one rank, no axis, FSDP2's shards; and where no single model holds the parameters that is asked for;
+        as `LogWriter` for the folder.
     """
-    check_kind("optimizer", optimizer, Optimizer, "an fn.Optimizer")
     check_whole("snapshot_every", snapshot_every, 1)
     check_whole("digest_every", digest_every, 1)
+    if what == "params":
+        return publish_params(optimizer, folder, snapshot_every, digest_every, buffers, put)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__, PARAMS_INSTEAD))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
     axes = {name: bound.size for name, bound in optimizer.binding.axes.items() if name in optimizer.axes}
     sends = any(facts_of(unit.transform).axes or facts_of(unit.transform).silent for unit in optimizer.units)
     if not sends or max(axes.values(), default=1) == 1:
         wanted, got = "one that averages over an axis of several ranks", f"axes {axes}"
-        cure = "give make an axis, bound by fn.bind; what torch's DDP averages is not in the log"
+        by_codes = "give make an axis, bound by fn.bind, or average gradients by average_gradients(model, fn.int4())"
+        cure = f"what torch's DDP averages is not in the log; {by_codes}; or {PARAMS_INSTEAD}"
         raise ValueError(expected("optimizer", wanted, got, cure))
     if any(are_divided(group["params"]) for group in optimizer.param_groups):
-        cure = "publish a run whose ranks have whole parameters"
-        raise ValueError(expected("optimizer", "whole parameters on rank 0", "pieces, as FSDP2 makes them", cure))
+        got = "pieces, as FSDP2 makes them"
+        raise ValueError(expected("optimizer", "whole parameters on rank 0", got, PARAMS_INSTEAD))
+    beside = Buffers(params, travel=buffers)
     if any(int(optimizer.binding.axes[name].rank) for name in axes):
         return None
     if optimizer.steps:
         warnings.warn(f"publish: followers start from step {optimizer.steps}, which is the next one", stacklevel=2)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
     settings = settings_of(optimizer.make)
     header: dict[str, JSON] = {
         "method": str(next(iter(settings.values()), "")),
@@ -154,12 +183,14 @@ def publish(
         "shapes": [[*p.shape] for p in params],
         "dtypes": [str(p.dtype).removeprefix("torch.") for p in params],
         "axes": {**axes},
+        "buffers": buffers,
         "max_norm": None if optimizer.max_norm is None else float(optimizer.max_norm),
-        "torch": torch.__version__,
-        "device": params[0].device.type,
+        "groups": numbers_of(optimizer),
+        "machine": machine_of(params[0].device),
     }
+    header["known_answer"] = known_answer(header, optimizer.make, params[0].device)
 
     def open_log(step: int) -> LogWriter:
         return LogWriter(folder, header, first_step=step, put=put)
 
-    return Publication(optimizer, open_log, snapshot_every, digest_every)
+    return Publication(optimizer, beside, open_log, snapshot_every, digest_every)

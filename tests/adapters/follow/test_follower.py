@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import shutil
 import tempfile
 import time
 from functools import partial
@@ -18,6 +20,8 @@ from logs import served
 import fn
 import fn.adapters.ddp
 from fn.adapters.follow import Diverged, Follower, publish
+from fn.adapters.follow.log_format import decoded_head, encoded_head
+from fn.adapters.follow.log_reader import LogReader
 
 STEPS, SNAPSHOTS, RESUMED = 24, 8, 17
 CASES: dict[str, Any] = {
@@ -261,3 +265,32 @@ def test_a_command_writes_the_parameters_behind_a_step(tmp_path):
     wrong = ranks.python(*command[:-1], "99", cwd=tmp_path)
     assert "step: expected one of the log" in wrong.stderr
     assert "go together" in ranks.python(*command[:6], cwd=tmp_path).stderr
+
+
+def changed_header(folder, to, **fields):
+    """Copy a log, with other fields in the header of its trainers."""
+    shutil.copytree(folder, to)
+    head = decoded_head((to / "head.json").read_bytes(), "")
+    changed = [x._replace(header={**x.header, **fields}) for x in head.incarnations]
+    (to / "head.json").write_bytes(encoded_head(head._replace(incarnations=changed)))
+    return LogReader(to).header
+
+
+def test_a_machine_that_comes_to_other_bits_is_refused(tmp_path):
+    """Before the first step, with what differs of it; a machine of another name that comes to the same is not."""
+    _, folder = run("dion")
+    unlike = {**LogReader(folder).header["machine"], "threads": 96, "kernels": ["cupy"]}
+    assert changed_header(folder, tmp_path / "same", machine=unlike)["machine"]["threads"] == 96
+    net, follower = followed(tmp_path / "same", "dion")
+    assert next(iter(follower)) == 0
+    changed_header(folder, tmp_path / "other", machine=unlike, known_answer="of another machine")
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match=r"threads \d+ in place of 96; follow on a machine like the trainers', or let"):
+        Follower(tmp_path / "other", net, make_of("dion"))
+    assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
+    changed_header(folder, tmp_path / "alike", known_answer="of another machine")
+    alike = (
+        r"source: expected .* answer in .*/alike/head.json, but got another one from a machine that is alike in torch, "
+    )
+    with pytest.raises(ValueError, match=alike):
+        Follower(tmp_path / "alike", net, make_of("dion"))
