@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fn.adapters.ddp.gradient_averaging import GradientAverage
+from fn.adapters.follow.averaged_gradients import MEAN, header_of
 from fn.adapters.follow.log_format import JSON, digest_of
 from fn.adapters.follow.log_writer import LogWriter
 from fn.adapters.follow.run import (
@@ -35,14 +37,22 @@ class Publication:
     """A run that is being published. `close` ends that, as the end of the process does."""
 
     def __init__(
-        self, optimizer: Optimizer, open_log: Callable[[int], LogWriter], snapshot_every: int, digest_every: int
+        self,
+        optimizer: Optimizer,
+        mean: GradientAverage | None,
+        open_log: Callable[[int], LogWriter],
+        snapshot_every: int,
+        digest_every: int,
     ):
-        self._optimizer, self._open_log = optimizer, open_log
+        self._optimizer, self._mean, self._open_log = optimizer, mean, open_log
         self._snapshot_every, self._digest_every = snapshot_every, digest_every
-        self._said: dict[str, JSON] = {}  # of the groups, since the last snapshot
+        self._said = dict[str, Any]()  # of the groups, since the last snapshot; ... for what was said before it
         self._groups, self._added = 0, list[tuple[tuple[str | int, ...], list[bytes]]]()
         self._is_stale, self._owes_snapshot = False, False
         optimizer.log = self._heard = Log()
+        self._averaged = Log(prefix=MEAN)
+        if mean is not None:
+            mean.log = self._averaged
         self._open()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -55,6 +65,8 @@ class Publication:
         for hook in self._hooks:
             hook.remove()
         self._optimizer.log = None
+        if self._mean is not None:
+            self._mean.log = None
         self._log.close()
 
     def _open(self) -> None:
@@ -68,8 +80,11 @@ class Publication:
         # A mean that is on its way belongs to a later step, and is no part of what ranks agree on now.
         self._owes_snapshot = bool(optimizer.flights)
         if not self._owes_snapshot:
-            self._log.snapshot(self._next, {**params_of(optimizer), **state_of(optimizer)})
-            self._groups, self._said = len(optimizer.param_groups), {}  # who starts from it has heard nothing before
+            of_mean = {} if self._mean is None else state_of(self._mean.states, "mean.")
+            tensors = {**params_of(optimizer), **state_of(optimizer.states, "state."), **of_mean}
+            self._log.snapshot(self._next, tensors)
+            self._groups = len(optimizer.param_groups)
+            self._said = dict.fromkeys(self._said, ...)  # who starts from it has heard nothing before
 
     def _before_step(self, *_: Any) -> None:
         # A step that raised behind its local part, or a checkpoint: the log goes on from here as a restarted run's.
@@ -84,12 +99,13 @@ class Publication:
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         optimizer, step = self._optimizer, self._next
-        now = numbers_of(optimizer)
+        now = numbers_of(optimizer) | ({} if self._mean is None else {"mean": self._mean.now.value})
         changed = {name: x for name, x in now.items() if name not in self._said or self._said[name] != x}
         changed |= dict.fromkeys(self._said.keys() - now.keys())  # null: there is none any more
         changed |= {} if optimizer.moved else {"skipped": True}
         self._said = now
-        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
+        found = [*self._averaged.take(), *self._heard.take()]
+        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in found]
         records, self._added = [*self._added, *heard], []
         digest = None
         if (step + 1) % self._digest_every == 0:
@@ -109,6 +125,7 @@ def publish(
     optimizer: Optimizer,
     folder: str | Path,
     *,
+    mean: GradientAverage | None = None,
     snapshot_every: int = 1000,
     digest_every: int = 100,
     put: Callable[[str, bytes], object] | None = None,
@@ -123,6 +140,8 @@ def publish(
     Args:
         optimizer: an `fn.Optimizer`, the same on all ranks.
         folder: of this run alone; made if need be. Rank 0 writes, on a thread.
+        mean: what `fn.adapters.ddp.average_gradients` returned, if that averages the gradients. What a script does to
+            them behind it, such as clipping, is not in the log: give the optimizer `max_norm`.
         snapshot_every: after how many steps followers may start; a snapshot has the parameters and the agreed state.
         digest_every: after how many steps followers compare the parameters.
         put: as for `LogWriter`: takes the name and the bytes of each file, for object stores.
@@ -131,18 +150,25 @@ def publish(
         travels: one rank, no axis, FSDP2's shards; as `LogWriter` for the folder.
     """
     check_kind("optimizer", optimizer, Optimizer, "an fn.Optimizer")
+    check_kind("mean", mean, (GradientAverage, type(None)), "what fn.adapters.ddp.average_gradients returns")
     check_whole("snapshot_every", snapshot_every, 1)
     check_whole("digest_every", digest_every, 1)
-    axes = {name: bound.size for name, bound in optimizer.binding.axes.items() if name in optimizer.axes}
-    sends = any(facts_of(unit.transform).axes or facts_of(unit.transform).silent for unit in optimizer.units)
-    if not sends or max(axes.values(), default=1) == 1:
-        wanted, got = "one that averages over an axis of several ranks", f"axes {axes}"
-        cure = "give make an axis, bound by fn.bind; what torch's DDP averages is not in the log"
-        raise ValueError(expected("optimizer", wanted, got, cure))
-    if any(are_divided(group["params"]) for group in optimizer.param_groups):
+    facts = [facts_of(unit.transform) for unit in optimizer.units]
+    if any(are_divided(group["params"]) for group in optimizer.param_groups) or any(
+        f.shards and not f.axes for f in facts
+    ):
         cure = "publish a run whose ranks have whole parameters"
         raise ValueError(expected("optimizer", "whole parameters on rank 0", "pieces, as FSDP2 makes them", cure))
-    if any(int(optimizer.binding.axes[name].rank) for name in axes):
+    bound = {name: axis for name, axis in optimizer.binding.axes.items() if name in optimizer.axes}
+    averaged = {} if mean is None else mean.binding.axes
+    axes = {name: axis.size for name, axis in bound.items()}
+    sends = mean is not None or any(f.axes or f.silent for f in facts)
+    if not sends or max((axis.size for axis in (*bound.values(), *averaged.values())), default=1) == 1:
+        wanted, got = "one that averages over an axis of several ranks", f"axes {axes}"
+        cure = "give make an axis, bound by fn.bind, or mean=; what torch's DDP averages is not in the log"
+        raise ValueError(expected("optimizer", wanted, got, cure))
+    agreed_of(optimizer)  # refuses a method whose ranks agree on no parameters between exchanges
+    if any(int(axis.rank) for axis in (*bound.values(), *averaged.values())):
         return None
     if optimizer.steps:
         warnings.warn(f"publish: followers start from step {optimizer.steps}, which is the next one", stacklevel=2)
@@ -154,6 +180,7 @@ def publish(
         "shapes": [[*p.shape] for p in params],
         "dtypes": [str(p.dtype).removeprefix("torch.") for p in params],
         "axes": {**axes},
+        "mean": None if mean is None else header_of(mean),
         "max_norm": None if optimizer.max_norm is None else float(optimizer.max_norm),
         "torch": torch.__version__,
         "device": params[0].device.type,
@@ -162,4 +189,4 @@ def publish(
     def open_log(step: int) -> LogWriter:
         return LogWriter(folder, header, first_step=step, put=put)
 
-    return Publication(optimizer, open_log, snapshot_every, digest_every)
+    return Publication(optimizer, mean, open_log, snapshot_every, digest_every)

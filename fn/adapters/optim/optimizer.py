@@ -304,7 +304,8 @@ class Optimizer(Core):
 
     def square_of(self, grads: Tree) -> Tensor:
         """Return the sum of squares of all gradients: of a tensor that lies in pieces, of the pieces of all ranks."""
-        return squared_norm(grads, [group["params"] for group in self.param_groups])
+        # Of units: torch appends a group that is added before a mean that is on its way has landed.
+        return squared_norm(grads, [group["params"] for unit in self.units for group in unit.groups])
 
     def exchange(self, round_: Round) -> None:
         """Take what follows the local step of a round, among the ranks that are bound."""
