@@ -44,8 +44,8 @@ class GradientAverage:
 
     steps: synchronised backward passes so far. skipped: those that were not finite on some rank; they leave the errors
     as they were and deliver the non-finite gradients to all ranks. states: the errors, one entry per bucket of
-    parameters; new tensors after each step. now: the phase of the step that is taken, or was taken last. bytes: what a
-    rank sent in the last step of each phase.
+    parameters; new tensors after each step. names: of the parameters of each. now: the phase of the step that is taken,
+    or was taken last. bytes: what a rank sent in the last step of each phase.
     """
 
     log: following.Log | None = None
@@ -58,7 +58,7 @@ class GradientAverage:
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
         self.is_paused = False  # DDP has a `no_sync` of its own
-        self.buckets, self.transform, self._scaler = buckets, transform, scaler
+        self._buckets, self.transform, self._scaler = buckets, transform, scaler
         ((size, rank, _),) = binding.axes.values()
         self.binding = binding
         self._frozen, self._who, self._size = frozen, f"rank {int(rank)} of {size}", size
@@ -82,7 +82,7 @@ class GradientAverage:
         Raises: ValueError in the local phase and after `close`: nobody would average.
         """
         self._prepare()
-        self._pass = BackwardPass(self._threads, self.buckets, self._order, self._job_of_pass)
+        self._pass = BackwardPass(self._threads, self._buckets, self._order, self._job_of_pass)
         return self._pass
 
     def _prepare(self) -> None:
@@ -111,7 +111,7 @@ class GradientAverage:
         """Return a function that averages a bucket into its gradients, and returns (finite, new state)."""
 
         def average() -> tuple[bool, Tree]:
-            params = [p.detach() for p in self.buckets[bucket]]
+            params = [p.detach() for p in self._buckets[bucket]]
             # Unscaled before they are encoded: errors go into the next pass, whose scale may be another.
             (wide,) = unscaled([grads], scale, None)
             # A pass that comes again before a step replaces the one before, as its gradients do.
@@ -135,8 +135,8 @@ class GradientAverage:
         is_first = task != self._task
         if is_first:
             self._prepare()
-        place = next(i for i, (own,) in enumerate(self.buckets) if own is p)
-        sent = BackwardPass(self._threads, self.buckets, [place], self._job_of_pass)
+        place = next(i for i, (own,) in enumerate(self._buckets) if own is p)
+        sent = BackwardPass(self._threads, self._buckets, [place], self._job_of_pass)
         sent.arrive([p], [grad])
         ((is_finite, after),) = sent.results()
         self._threads.catch_up()
@@ -216,7 +216,7 @@ class GradientAverage:
         """Return the states of this rank from those of all ranks of another world."""
         # A state as it would begin in this world: its layout, and notes of how rows of another world move into it.
         with self.binding, torch.no_grad(), reshapes.collected() as notes:
-            fresh = tuple(self.transform.init([p.detach() for p in bucket]) for bucket in self.buckets)
+            fresh = tuple(self.transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
         like = tree.by_path(fresh, "")
         forms = self._counts()
         for path, leaf in like.items():  # shapes may differ between worlds, but not within one
