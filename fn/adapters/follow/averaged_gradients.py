@@ -29,19 +29,24 @@ def header_of(mean: GradientAverage) -> JSON:
     return {"axes": axes, "settings": describe(mean.transform), "buckets": mean.names}
 
 
-def transform_of(header: Mapping[str, Any], average: Make | None) -> Transform:
-    """Return what averages the gradients of a bucket. Raises: ValueError for another one than the run's."""
-    if average is None:
-        cure = "such as partial(fn.compressed_average, codec=fn.int4()) for average_gradients(model, fn.int4())"
-        raise ValueError(expected("average", "what averages the gradients of the run", "None", cure))
+def transform_of(header: Mapping[str, Any] | None, average: Make | None) -> Transform | None:
+    """Return what averages the gradients of a bucket; None where each rank's own go into the optimizer.
+
+    Raises: ValueError for another one than the run's.
+    """
+    if header is None and average is None:
+        return None
+    if header is None or average is None:
+        given = "None" if average is None else "a function"
+        cure = "give partial(fn.compressed_average, codec=fn.int4()) for a run of average_gradients(model, fn.int4())"
+        raise ValueError(expected("average", "what averaged the gradients of the run, if anything did", given, cure))
     (axis,) = header["axes"]
     made = chain(exact_average(axis), average(axis=axis))
     theirs, own = header["settings"], describe(made)
     if theirs != own:
         name = next(k for k in sorted({**theirs, **own}) if theirs.get(k) != own.get(k))
-        raise ValueError(
-            expected("average", f"that of the run, whose {name} is {theirs.get(name)!r}", f"{own.get(name)!r}")
-        )
+        wanted = f"that of the run, whose {name} is {theirs.get(name)!r}"
+        raise ValueError(expected("average", wanted, f"{own.get(name)!r}"))
     return made
 
 
@@ -69,7 +74,7 @@ class AveragedGradients:
                 with self._binding, following.at(self._log, (i,), lambda: self._binding.axes):
                     means, state = update(own, state, [p.detach() for p in bucket])
             for p, mean in zip(bucket, means, strict=True):
-                p.grad = mean
+                p.grad = None if mean is None else mean.to(p.dtype)
             states.append(state)
         self.states = tuple(states)
         self._log.check_read()

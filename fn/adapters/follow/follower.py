@@ -96,8 +96,9 @@ class Follower:
         self._phase: Phase | Round = Phase.WARMUP
         self._log, self._numbers = Log(reads=True), dict[str, JSON]()
         self._check_header()
-        of_mean: Any = self._reader.header.get("mean")
-        self._average = None if of_mean is None else transform_of(of_mean, average)
+        header: Any = self._reader.header
+        self._of_mean = header.get("mean")
+        self._average = transform_of(self._of_mean, average)
 
     def __iter__(self) -> Iterator[int]:
         """Take step after step; yield the number of each."""
@@ -178,8 +179,7 @@ class Follower:
         live = {**params_of(self.optimizer), **state_of(self.optimizer.states, "state.")}
         self._gradients = None
         if self._average is not None:
-            of_mean: Any = self._reader.header["mean"]
-            self._gradients = AveragedGradients(of_mean, self._average, self.model)
+            self._gradients = AveragedGradients(self._of_mean, self._average, self.model)
             live |= state_of(self._gradients.states, "mean.")
         for name in live.keys() ^ tensors.keys():
             got = "none in the snapshot" if name in live else "none here"

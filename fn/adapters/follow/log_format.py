@@ -18,8 +18,9 @@ and the frame of step S leads from the state after S steps to the state after S 
 
 The index is [[key, lengths], ...] of the records; or an earlier step of the segment, which has the same one: what is
 recorded repeats, and keys of hundreds of tensors would be longer than their codes.
-`changed` holds the numbers that are others than in the frame before, `skipped` among them: how many steps all ranks
-have skipped so far. `digest` is that of the parameters behind the step, or null.
+
+`changed` holds the numbers that are others than in the frame before, null for those that ended, and `skipped`: true for
+a step that all ranks skipped. `digest` is that of the parameters behind the step, or null.
 
 **head.json** is one line, {"digest": D, "head": {...}}, as compact JSON with sorted keys; D is the blake2b digest, of
 sixteen bytes, of the JSON of "head":

@@ -153,10 +153,8 @@ def publish(
     check_kind("mean", mean, (GradientAverage, type(None)), "what fn.adapters.ddp.average_gradients returns")
     check_whole("snapshot_every", snapshot_every, 1)
     check_whole("digest_every", digest_every, 1)
-    facts = [facts_of(unit.transform) for unit in optimizer.units]
-    if any(are_divided(group["params"]) for group in optimizer.param_groups) or any(
-        f.shards and not f.axes for f in facts
-    ):
+    facts, groups = [facts_of(unit.transform) for unit in optimizer.units], optimizer.param_groups
+    if any(are_divided(group["params"]) for group in groups) or any(f.shards and not f.axes for f in facts):
         cure = "publish a run whose ranks have whole parameters"
         raise ValueError(expected("optimizer", "whole parameters on rank 0", "pieces, as FSDP2 makes them", cure))
     bound = {name: axis for name, axis in optimizer.binding.axes.items() if name in optimizer.axes}

@@ -106,6 +106,9 @@ CASES = {method.name: of_registry(method) for method in registry.EVERY} | {
     "mean in int8, without servers": averaged(
         partial(fn.compressed_average, codec=fn.int8(), servers=False), {"codec": fn.int8(), "servers": False}
     ),
+    "mean in int8, bfloat16": averaged(
+        partial(fn.compressed_average, codec=fn.int8()), {"codec": fn.int8()}, dtype=torch.bfloat16
+    ),
     "mean of low rank": averaged(
         LOW_RANK, {"average": LOW_RANK, "schedule": fn.freeze_after(4)}, options={"max_norm": 0.1}
     ),

@@ -28,6 +28,7 @@ from published_methods import (
     many_tensors,
     model,
 )
+from safetensors.torch import load_file
 
 import fn
 from fn.adapters.follow import Follower
@@ -107,5 +108,26 @@ def test_another_average_of_the_gradients_is_refused():
     case = ALL["mean in int4"]
     with pytest.raises(ValueError, match=r"average: expected that of the run, whose .*int4"):
         follower(folder, case._replace(average=partial(fn.compressed_average, codec=fn.int8(), feedback=fn.damped())))
-    with pytest.raises(ValueError, match="average: expected what averages the gradients of the run, but got None"):
+    with pytest.raises(ValueError, match=r"average: expected what averaged the gradients of the run, .* but got None"):
         follower(folder, case._replace(average=None))
+    with pytest.raises(ValueError, match=r"average: expected what averaged the gradients of the run, .* a function"):
+        follower(run("adamw")[1], ALL["adamw"]._replace(average=case.average))
+
+
+def test_a_command_decodes_gradients_that_ddp_averaged(tmp_path):
+    found, folder = run("mean in int8, without servers")
+    (tmp_path / "of_run.py").write_text(
+        "import functools, torch, fn\n"
+        "def made():\n"
+        "    layers = [torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16), torch.nn.Linear(16, 4)]\n"
+        "    average = functools.partial(fn.compressed_average, codec=fn.int8(), servers=False)\n"
+        "    return torch.nn.Sequential(*layers), fn.adamw, average\n"
+    )
+    ended = ranks.python(
+        *("-m", "fn", "log", str(folder), "--make", "of_run:made", "--out", "step10.safetensors", "--replay", "10"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    written = load_file(tmp_path / "step10.safetensors")
+    trained = [written[name].reshape(-1) for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    assert torch.equal(torch.cat(trained), found[10])
