@@ -220,7 +220,7 @@ MANY = ("adamw", "onebit_adam", "lion_vote", "muon, int8", "powersgd_adamw", "di
 
 def many_tensors():
     torch.manual_seed(2)
-    return [torch.nn.Parameter(torch.randn(shape)) for _ in range(75) for shape in ((16, 8), (8,), (4, 4, 4), (32,))]
+    return [torch.nn.Parameter(torch.randn(shape)) for _ in range(75) for shape in ((16, 8), (8,), (64,), (32,))]
 
 
 def of_many_tensors(case, folder, steps, binding):
