@@ -180,6 +180,11 @@ def trained(case, folder, steps, binding):
             if step % 50 == NAN and dist.get_rank() == 1:
                 x[0, 0] = torch.nan
             loss = (run(x) - x[:, :4].sin()).square().mean()
+            if case.average is not None and step in (4, 5):  # a pass more, that counts or not
+                (loss if scaler is None else scaler.scale(loss)).backward()
+                if step == 5:
+                    opt.zero_grad()
+                loss = run(x.flip(0)).square().mean()
             if scaler is None:
                 loss.backward()
                 if case.average is not None and step in (6, 7):

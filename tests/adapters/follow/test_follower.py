@@ -217,6 +217,8 @@ def test_a_run_of_which_nothing_is_heard_is_refused(tmp_path):
         publish(fn.Optimizer(net.parameters(), fn.adamw), tmp_path)
     with pytest.raises(TypeError, match=r"optimizer: expected an fn\.Optimizer"):
         publish(torch.optim.AdamW(net.parameters()), tmp_path)
+    with pytest.raises(TypeError, match=r"mean: expected what fn\.adapters\.ddp\.average_gradients returns"):
+        publish(fn.Optimizer(net.parameters(), fn.adamw), tmp_path, mean=net)
     assert [*tmp_path.iterdir()] == []
 
 
