@@ -169,11 +169,8 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
     site: Key = kind, next(place.counts.setdefault(kind, count()))
     if place.log.reads:
         return place.log.read((*place.key, *site), like())
-    _here.place = None  # of what is nested only the outermost result counts
-    try:
+    with _within(None):  # of what is nested only the outermost result counts
         made = make()
-    finally:
-        _here.place = place
     place.log.write(place.key, site, tree.leaves(made))
     return made
 
@@ -187,27 +184,20 @@ def at(log: Log | None, key: Key, axes: Callable[[], Collection[str]]) -> Abstra
     Args: log: None for none. axes: returns those over which the ranks agree on this place's results.
     """
     log = _here.log or log
-    return _NOWHERE if log is None else _at(log, key, axes())
-
-
-@contextmanager
-def _at(log: Log, key: Key, axes: Collection[str]) -> Iterator[None]:
+    if log is None:
+        return _NOWHERE
     log.open(key)
-    before, _here.place = _here.place, _Place(log, key, axes)
-    try:
-        yield
-    finally:
-        _here.place = before
+    return _within(_Place(log, key, axes()))
 
 
 def aside() -> AbstractContextManager[None]:
     """Record nothing in this context but at the places that are named in it: headers and probes belong to no step."""
-    return _NOWHERE if _here.place is None else _aside()
+    return _NOWHERE if _here.place is None else _within(None)
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
-    before, _here.place = _here.place, None
+def _within(place: _Place | None) -> Iterator[None]:
+    before, _here.place = _here.place, place
     try:
         yield
     finally:

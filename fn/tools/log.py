@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--make",
         metavar="MODULE:FUNCTION",
-        help="a function that returns the run's model and make",
+        help="a function that returns the run's model and make, and what averaged its gradients if `publish` had mean=",
     )
     parser.add_argument("--replay", metavar="STEP", type=int, help="replay the run up to this step; with --make, --out")
     parser.add_argument("--out", metavar="FILE", help="a new file for the model's state dict behind it, of safetensors")
@@ -49,8 +49,8 @@ def _replay(flags: argparse.Namespace) -> None:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f"--make: expected MODULE:FUNCTION, but got {flags.make!r}: {error}") from error
-    model, make = found()
-    follower = Follower(flags.folder, model, make)
+    model, make, *average = found()
+    follower = Follower(flags.folder, model, make, average=next(iter(average), None))
     follower.to(flags.replay)
     data = tensors_module().save({name: x.contiguous() for name, x in model.state_dict().items()})
     with Path(flags.out).open("xb") as file:  # a file that is there stays as it is

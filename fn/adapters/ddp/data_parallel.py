@@ -314,7 +314,8 @@ def average_gradients(
     model = _check(model)
     in_codes = coded_average(AXIS, codec, feedback, average, servers)
     group = model.process_group
-    params = [p for p in model.module.parameters() if p.requires_grad]
+    names = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
+    params = [*names]
     _check_params(params, [])
     check_alone(model, _backend(group, params[0].device))
     schedule = schedule or (lambda step: Phase.COMPRESSED)
@@ -327,7 +328,7 @@ def average_gradients(
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
         states = tuple(transform.init([p.detach() for p in bucket]) for bucket in buckets)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
-    running = GradientAverage(buckets, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
+    running = GradientAverage(buckets, names, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
     hook = DdpHook(running)
     if in_python:
         _hook(model, lambda state, bucket: running.on_gradient(*bucket))

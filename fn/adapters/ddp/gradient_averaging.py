@@ -24,6 +24,7 @@ from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
 from fn.arguments import check_is_transform
 from fn.base import Phase, Transform, UpdateFn
+from fn.collectives import following
 from fn.collectives.axis import Binding
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
@@ -43,23 +44,28 @@ class GradientAverage:
 
     steps: synchronised backward passes so far. skipped: those that were not finite on some rank; they leave the errors
     as they were and deliver the non-finite gradients to all ranks. states: the errors, one entry per bucket of
-    parameters; new tensors after each step. bytes: what a rank sent in the last step of each phase.
+    parameters; new tensors after each step. names: of the parameters of each. now: the phase of the step that is taken,
+    or was taken last. bytes: what a rank sent in the last step of each phase.
     """
 
+    log: following.Log | None = None
+    """What all ranks get alike in a step, by bucket, where somebody follows this run."""
+
     def __init__(
-        self, buckets: Sequence[Sequence[Tensor]], params: Sequence[Tensor], transform: Transform,
+        self, buckets: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str], transform: Transform,
         states: tuple[Tree, ...], binding: Binding, schedule: Schedule, scaler: Any, frozen: Sequence[Tensor],
     ):  # fmt: skip
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
         self.is_paused = False  # DDP has a `no_sync` of its own
-        self._buckets, self._transform, self._scaler = buckets, transform, scaler
+        self._buckets, self.transform, self._scaler = buckets, transform, scaler
         ((size, rank, _),) = binding.axes.values()
-        self._binding = binding
+        self.binding = binding
         self._frozen, self._who, self._size = frozen, f"rank {int(rank)} of {size}", size
-        self._order = leaving_order(buckets, params)
-        self._threads = Threads([binding], params[0].device)
-        self._phase, self._pass = Phase.WARMUP, None
+        self.names = [[names[p] for p in bucket] for bucket in buckets]
+        self._order = leaving_order(buckets, names)
+        self._threads = Threads([binding], buckets[0][0].device)
+        self.now, self._pass = Phase.WARMUP, None
         self._task, self._was_finite = -1, True  # of gradients that come alone
 
     _pass: BackwardPass | None
@@ -84,12 +90,12 @@ class GradientAverage:
         if not self._threads:
             text = "nobody averages them any more, for average_gradients was closed"
             raise ValueError(f"gradients: {text}; wrap the module anew: DistributedDataParallel(model.module)")
-        self._phase = self.phase
-        if self._phase is Phase.LOCAL:
+        self.now = self.phase
+        if self.now is Phase.LOCAL:
             raise ValueError("schedule: asks for the local phase; gradients have only a warm-up and a compressed one")
         self._warn_of_thawed()
         scale = None if self._scaler is None else float(self._scaler.get_scale())
-        self._job_of_pass = partial(self._job_of, self._transform.update(self._phase), scale)
+        self._job_of_pass = partial(self._job_of, self.transform.update(self.now), scale)
 
     def _warn_of_thawed(self) -> None:
         """Warn, once, of parameters that DDP does not know: their gradients stay each rank's own."""
@@ -108,7 +114,9 @@ class GradientAverage:
             params = [p.detach() for p in self._buckets[bucket]]
             # Unscaled before they are encoded: errors go into the next pass, whose scale may be another.
             (wide,) = unscaled([grads], scale, None)
-            means, after = update(wide, self.states[bucket], params)
+            # A pass that comes again before a step replaces the one before, as its gradients do.
+            with following.at(self.log, (bucket,), lambda: self.binding.axes):
+                means, after = update(wide, self.states[bucket], params)
             for g, mean in zip(grads, means, strict=True):
                 # Scaled again, for GradScaler will divide what it finds in p.grad.
                 g.copy_(mean if scale is None else mean * scale)
@@ -133,13 +141,13 @@ class GradientAverage:
         ((is_finite, after),) = sent.results()
         self._threads.catch_up()
         if is_first:
-            self._task, self._was_finite, self.bytes[self._phase] = task, True, 0
+            self._task, self._was_finite, self.bytes[self.now] = task, True, 0
             self.steps += 1
         if is_finite:
             self.states = tuple(after if i == place else state for i, state in enumerate(self.states))
         elif self._was_finite:
             self._was_finite, self.skipped = False, self.skipped + 1
-        self.bytes[self._phase] += sent.bytes
+        self.bytes[self.now] += sent.bytes
 
     def on_last(self) -> None:
         """Send what DDP says nothing of, with zeros."""
@@ -157,7 +165,7 @@ class GradientAverage:
             self.skipped += 1
         # Also for a pass that was not finite: all ranks count passes, and their phases go by that.
         self.steps += 1
-        self.bytes[self._phase] = ended.bytes
+        self.bytes[self.now] = ended.bytes
 
     def on_end(self) -> None:
         """Leave the averaged gradients to the user."""
@@ -207,8 +215,8 @@ class GradientAverage:
     def _moved(self, saved: Mapping[str, Any], world: int) -> tuple[Tree, ...]:
         """Return the states of this rank from those of all ranks of another world."""
         # A state as it would begin in this world: its layout, and notes of how rows of another world move into it.
-        with self._binding, torch.no_grad(), reshapes.collected() as notes:
-            fresh = tuple(self._transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
+        with self.binding, torch.no_grad(), reshapes.collected() as notes:
+            fresh = tuple(self.transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
         like = tree.by_path(fresh, "")
         forms = self._counts()
         for path, leaf in like.items():  # shapes may differ between worlds, but not within one
@@ -225,7 +233,7 @@ class GradientAverage:
         no_rows = Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)
         first_rows = next((x for x in gathered if isinstance(x, Rows)), no_rows)
         move = Move(notes, first_rows, lambda addends: addends)
-        with self._binding:
+        with self.binding:
             moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], gathered))
         if self._size == 1:
             text = "average_gradients: a single rank encodes nothing; what %d ranks had not delivered is lost"

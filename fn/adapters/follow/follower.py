@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fn.adapters.follow.averaged_gradients import MEAN, AveragedGradients, transform_of
 from fn.adapters.follow.bits import BITS, change, tensors_of
 from fn.adapters.follow.known_answer import check_known_answer
 from fn.adapters.follow.log_format import JSON, Frame, Key
@@ -21,6 +22,7 @@ from fn.adapters.follow.run import (
     ADDED,
     DIGEST_BYTES,
     DIGESTS,
+    LISTS,
     agreed_of,
     digests_of,
     groups_from,
@@ -66,6 +68,8 @@ class Follower:
         source: the folder of the log, or the http or https address where a file server shows it.
         model: shaped like the run's, with its names; its parameters are overwritten.
         make: as the run's optimizer was given. None: for a log of params, which needs none.
+        average: where `average_gradients` averages the run's gradients, (axis) -> the transform that does, such as
+            `partial(fn.compressed_average, codec=fn.int4(), feedback=fn.damped())`.
         on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
         patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
     Raises: ValueError for a log of another method or model, and on a machine whose steps come to other bits than those
@@ -82,6 +86,7 @@ class Follower:
         model: nn.Module,
         make: Callable[..., Transform] | None = None,
         *,
+        average: Callable[..., Transform] | None = None,
         on_divergence: OnDivergence = "raise",
         patience: float = 0.0,
     ):
@@ -97,6 +102,9 @@ class Follower:
         self._phase: Phase | Round = Phase.WARMUP
         self._log, self._numbers = Log(reads=True), dict[str, JSON]()
         self._check_header()
+        header: Any = self._reader.header
+        self._of_mean = header.get("mean")
+        self._average = transform_of(self._of_mean, average)
 
     def __iter__(self) -> Iterator[int]:
         """Take step after step; yield the number of each."""
@@ -190,7 +198,11 @@ class Follower:
             self._log, self._numbers = Log(reads=True), {}
             self._follow_numbers(self._reader.frame(step), anew=True)
             self._phase = Phase.WARMUP
-            live |= {**params_of(self.optimizer), **state_of(self.optimizer)}
+            live |= {**params_of(self.optimizer), **state_of(self.optimizer.states, "state.")}
+            self._gradients = None
+            if self._average is not None:
+                self._gradients = AveragedGradients(self._of_mean, self._average, self.model)
+                live |= state_of(self._gradients.states, "mean.")
         for name in live.keys() ^ tensors.keys():
             got = "none in the snapshot" if name in live else "none here"
             cure = "take the same make and model, and the version of fn that wrote the log"
@@ -210,11 +222,12 @@ class Follower:
 
     def _follow_numbers(self, frame: Frame, *, anew: bool = False) -> None:
         """Write into the groups what was changed in the run's before a step; make the optimizer if need be."""
-        changed = {name: x for name, x in frame.changed.items() if name.startswith("groups.")}
+        changed = {name: x for name, x in frame.changed.items() if name != "skipped"}
         self._numbers = {k: x for k, x in {**self._numbers, **changed}.items() if x is not None}
         if not changed and not anew:
             return
-        groups = groups_from(self._numbers)
+        groups = groups_from({name: x for name, x in self._numbers.items() if name.startswith("groups.")})
+        self._rests = [group.get("rests", ()) for group in groups]
         named, in_order = dict(self.model.named_parameters()), iter(self._trained)
         made: list[dict[str, Any]] = []
         for group in groups:
@@ -227,7 +240,7 @@ class Follower:
                 cure = "give the run's optimizer model.named_parameters(), which tells them by name"
                 raise ValueError(expected("model", f"{listed} more parameters", f"{len(found)}", cure))
             made.append({"params": found})
-        settings = [{k: x for k, x in group.items() if k != "frozen"} for group in groups]
+        settings = [{k: x for k, x in group.items() if k not in LISTS} for group in groups]
         for given in made:
             for p in given["params"]:  # which is left out of a group if it is frozen when that is made
                 (p[1] if isinstance(p, tuple) else p).requires_grad_(True)
@@ -275,15 +288,24 @@ class Follower:
         return step if digests is None or self._agrees(step, digests[0]) else None
 
     def _step(self, frame: Frame, records: dict[Key, list[bytes]]) -> None:
+        of_mean = {key: records.pop(key) for key in [*records] if key[:1] == MEAN}
         # First: where a group is added, a mean that is on its way lands.
         self._log.fill((key, [*map(_words, leaves)]) for key, leaves in records.items())
         self._follow_numbers(frame)
         self._phase = phase_from(frame.phase)
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self._fill_gradients(frame, of_mean)
         self.optimizer.step()
         self._log.check_read()
+
+    def _fill_gradients(self, frame: Frame, of_mean: Mapping[Key, list[bytes]]) -> None:
+        if self._gradients is not None:
+            heard = [(key, [*map(_words, leaves)]) for key, leaves in of_mean.items()]
+            self._gradients.fill(heard, Phase(self._numbers["mean"]))
+        for group, rests in zip(self.optimizer.param_groups, self._rests, strict=True):
+            for i, p in enumerate(group["params"]):
+                p.grad = None if i in rests else torch.zeros_like(p) if p.grad is None else p.grad
+                if self._gradients is not None and p.grad is not None and frame.changed.get("skipped"):
+                    p.grad.fill_(torch.nan)  # a GradScaler may have skipped it for what its scale has overflown
 
     def _agrees(self, step: int, theirs: bytes) -> bool:
         agreed = self._held() if self._is_params else agreed_of(self.optimizer)

@@ -13,11 +13,14 @@ and the frame of step S leads from the state after S steps to the state after S 
     u64                   the length of what follows these sixteen bytes
     u32                   the length of the description
     u32                   CRC-32 of the twelve bytes before and of all that follows
-    description           JSON, deflated (zlib): [step, phase, changed, [[key, lengths], ...], digest]
+    description           JSON, deflated (zlib): [[step, phase, changed, digest], index]
     payload               the bytes of each record, one after the other, as `lengths` cuts them
 
-`changed` holds the numbers that are others than in the frame before, `skipped` among them: how many steps all ranks
-have skipped so far. `digest` is that of the parameters behind the step, or null.
+The index is [[key, lengths], ...] of the records; or an earlier step of the segment, which has the same one: what is
+recorded repeats, and keys of hundreds of tensors would be longer than their codes.
+
+`changed` holds the numbers that are others than in the frame before, null for those that ended, and `skipped`: true for
+a step that all ranks skipped. `digest` is that of the parameters behind the step, or null.
 
 **head.json** is one line, {"digest": D, "head": {...}}, as compact JSON with sorted keys; D is the blake2b digest, of
 sixteen bytes, of the JSON of "head":
@@ -198,12 +201,31 @@ def _entry(kind: Any, fields: Mapping[str, Any]) -> Any:
     return kind(**fields)
 
 
-def encoded_frame(frame: Frame) -> list[bytes]:
-    """Return the bytes of a frame in pieces: the first is of `START_BYTES`, and those of the records are no copies."""
+class Described(NamedTuple):
+    """A frame whose place in a segment is not known yet. about, keys: its description, as JSON."""
+
+    step: int
+    about: bytes
+    keys: bytes
+    leaves: list[bytes]
+
+
+def described(frame: Frame) -> Described:
+    """Return a frame with its description as JSON. Raises: TypeError for what JSON cannot say."""
     step, phase, changed, records, digest = frame
-    keys: JSON = [[key, list(map(len, leaves))] for key, leaves in records]
-    description = zlib.compress(compact([step, phase, changed, keys, digest]))
-    pieces = [description, *(leaf for _, leaves in records for leaf in leaves)]
+    keys = compact([[key, list(map(len, leaves))] for key, leaves in records])
+    about = compact([step, phase, changed, digest])
+    return Described(step, about, keys, [leaf for _, leaves in records for leaf in leaves])
+
+
+def encoded_frame(frame: Described, steps: dict[bytes, int]) -> list[bytes]:
+    """Return the bytes of a frame in pieces: the first is of `START_BYTES`, and those of the records are no copies.
+
+    Args: steps: the first step of the segment that had an index, by that; this one's is noted.
+    """
+    first = steps.setdefault(frame.keys, frame.step)
+    index = frame.keys if first == frame.step else str(first).encode()
+    pieces = [description := zlib.compress(b"[%b,%b]" % (frame.about, index)), *frame.leaves]
     start = _LENGTHS.pack(sum(map(len, pieces)), len(description))
     checksum = zlib.crc32(start)
     for piece in pieces:
@@ -257,12 +279,12 @@ class Frames:
 
     def frame(self, step: int) -> Frame | None:
         """Return the frame of a step; None if its checksum is right, but it is no frame of that step."""
-        at, end = [0, *self.ends][step - self.first : step - self.first + 2]
-        described = at + START_BYTES + _LENGTHS.unpack_from(self.data, at)[1]
+        end, records = self.ends[step - self.first], []
         with suppress(*_MALFORMED):
-            found, phase, changed, keys, digest = json.loads(zlib.decompress(self.data[at + START_BYTES : described]))
-            at, records = described, []
-            for key, lengths in keys:
+            at, (found, phase, changed, digest), index = self._description(step)
+            if isinstance(index, int):
+                index = self._description(index)[2]
+            for key, lengths in index:
                 leaves = []
                 for length in lengths:
                     leaves.append(bytes(self.data[at : at + length]))
@@ -271,6 +293,14 @@ class Frames:
             if at == end and found == step and isinstance(phase, str) and isinstance(changed, dict):
                 return Frame(step, phase, changed, records, digest)
         return None
+
+    def _description(self, step: int) -> tuple[int, Any, Any]:
+        """Return where the payload of a step begins, and what its description says of it, and of its records."""
+        at = [0, *self.ends][step - self.first]
+        begin = at + START_BYTES
+        end = begin + _LENGTHS.unpack_from(self.data, at)[1]
+        about, index = json.loads(zlib.decompress(self.data[begin:end]))
+        return end, about, index
 
 
 def read_file(path: Path, start: int = 0) -> bytes:

@@ -24,6 +24,7 @@ from fn.adapters.follow.log_format import (
     HEAD,
     JSON,
     RUN,
+    Described,
     Frame,
     Frames,
     Head,
@@ -33,6 +34,7 @@ from fn.adapters.follow.log_format import (
     Snapshot,
     compact,
     decoded_head,
+    described,
     digest_of,
     encoded_frame,
     encoded_head,
@@ -94,8 +96,8 @@ class LogWriter:
         self._folder, self._put = Path(folder), put
         self._steps_per_segment, self._buffer = steps_per_segment, buffer
         self._next = self._written = first_step  # of the frames that were handed over, and those that were written
-        self._file: int | None = None  # of the open segment; and its bytes, and the first ones of its frames
-        self._bytes, self._starts = 0, list[bytes]()
+        self._file: int | None = None  # of the open segment; its bytes, the first ones of its frames, and their indexes
+        self._bytes, self._starts, self._indexes = 0, list[bytes](), dict[bytes, int]()
         try:
             self._lock = _locked(self._folder)
             try:
@@ -133,9 +135,9 @@ class LogWriter:
         Raises: ValueError for another step, TypeError for what JSON cannot say.
         """
         self._check_next(step)
-        pieces = encoded_frame(Frame(step, phase, changed, [(key, list(leaves)) for key, leaves in records], digest))
+        frame = described(Frame(step, phase, changed, [(key, list(leaves)) for key, leaves in records], digest))
         self._next += 1
-        self._hand_over(partial(self._write_frame, step, pieces), sum(map(len, pieces)))
+        self._hand_over(partial(self._write_frame, frame), sum(map(len, [frame.about, frame.keys, *frame.leaves])))
 
     def snapshot(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Hand over a copy of what a follower starts from before the frame of a step; wait as `frame` does.
@@ -241,7 +243,8 @@ class LogWriter:
             self._moved.wait_for(lambda: self._jobs or self._closing)
             return len(self._jobs) > 0
 
-    def _write_frame(self, step: int, pieces: list[bytes]) -> None:
+    def _write_frame(self, frame: Described) -> None:
+        pieces = encoded_frame(frame, self._indexes)
         if self._file is None:
             self._file = os.open(self._folder / self._head.open_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         for piece in pieces:
@@ -250,7 +253,7 @@ class LogWriter:
                 rest = rest[os.write(self._file, rest) :]
         self._bytes += sum(map(len, pieces))
         self._starts.append(pieces[0])
-        self._written = step + 1
+        self._written = frame.step + 1
         if len(self._starts) == self._steps_per_segment or self._bytes >= SEGMENT_BYTES:
             self._close_segment()
 
@@ -261,7 +264,7 @@ class LogWriter:
         os.close(self._file)
         digest, last = digest_of(b"".join(self._starts)), self._written - 1
         segment = Segment(self._incarnation, self._head.open, last, self._bytes, digest)
-        self._file, self._bytes, self._starts = None, 0, []
+        self._file, self._bytes, self._starts, self._indexes = None, 0, [], {}
         # Before head.json is: a process that is killed between them finds the segment open, and puts it again.
         self._send(segment.name)
         self._head = self._head._replace(segments=[*self._head.segments, segment], open=self._written)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from fn.adapters.ddp.gradient_averaging import GradientAverage
+from fn.adapters.follow.averaged_gradients import MEAN, header_of
 from fn.adapters.follow.bits import Buffers
 from fn.adapters.follow.known_answer import known_answer, machine_of
 from fn.adapters.follow.log_format import JSON, digest_of
@@ -28,7 +30,7 @@ from fn.adapters.follow.run import (
 )
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import are_divided
-from fn.arguments import check_whole, checked
+from fn.arguments import check_kind, check_whole, checked
 from fn.base import facts_of
 from fn.collectives.following import Log
 from fn.errors import expected
@@ -43,17 +45,21 @@ class Publication:
     def __init__(
         self,
         optimizer: Optimizer,
+        mean: GradientAverage | None,
         buffers: Buffers,
         open_log: Callable[[int], LogWriter],
         snapshot_every: int,
         digest_every: int,
     ):
-        self._optimizer, self._buffers, self._open_log = optimizer, buffers, open_log
+        self._optimizer, self._mean, self._buffers, self._open_log = optimizer, mean, buffers, open_log
         self._snapshot_every, self._digest_every = snapshot_every, digest_every
-        self._said: dict[str, JSON] = {}  # of the groups, since the last snapshot
+        self._said = dict[str, Any]()  # of the groups, since the last snapshot; ... for what was said before it
         self._groups, self._added = 0, list[tuple[tuple[str | int, ...], list[bytes]]]()
         self._is_stale, self._owes_snapshot = False, False
         optimizer.log = self._heard = Log()
+        self._averaged = Log(prefix=MEAN)
+        if mean is not None:
+            mean.log = self._averaged
         self._open()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -66,6 +72,8 @@ class Publication:
         for hook in self._hooks:
             hook.remove()
         self._optimizer.log = None
+        if self._mean is not None:
+            self._mean.log = None
         self._log.close()
 
     def _open(self) -> None:
@@ -80,8 +88,11 @@ class Publication:
         # A mean that is on its way belongs to a later step, and is no part of what ranks agree on now.
         self._owes_snapshot = bool(optimizer.flights)
         if not self._owes_snapshot:
-            self._log.snapshot(self._next, {**params_of(optimizer), **state_of(optimizer), **self._buffers.now()})
-            self._groups, self._said = len(optimizer.param_groups), {}  # who starts from it has heard nothing before
+            of_mean = {} if self._mean is None else state_of(self._mean.states, "mean.")
+            tensors = {**params_of(optimizer), **state_of(optimizer.states, "state."), **of_mean, **self._buffers.now()}
+            self._log.snapshot(self._next, tensors)
+            self._groups = len(optimizer.param_groups)
+            self._said = dict.fromkeys(self._said, ...)  # who starts from it has heard nothing before
 
     def _before_step(self, *_: Any) -> None:
         # A step that raised behind its local part, or a checkpoint: the log goes on from here as a restarted run's.
@@ -96,12 +107,13 @@ class Publication:
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         optimizer, step = self._optimizer, self._next
-        now = numbers_of(optimizer)
+        now = numbers_of(optimizer) | ({} if self._mean is None else {"mean": self._mean.now.value})
         changed = {name: x for name, x in now.items() if name not in self._said or self._said[name] != x}
         changed |= dict.fromkeys(self._said.keys() - now.keys())  # null: there is none any more
         changed |= {} if optimizer.moved else {"skipped": True}
         self._said = now
-        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
+        found = [*self._averaged.take(), *self._heard.take()]
+        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in found]
         records, self._added = [*self._added, *heard, *self._buffers.changed()], []
         digest = None
         if (step + 1) % self._digest_every == 0:
@@ -122,6 +134,7 @@ def publish(
     optimizer: torch.optim.Optimizer,
     folder: str | Path,
     *,
+    mean: GradientAverage | None = None,
     snapshot_every: int = 1000,
     digest_every: int = 100,
     buffers: bool = False,
@@ -143,6 +156,8 @@ def publish(
     Args:
         optimizer: an `fn.Optimizer`, the same on all ranks; for what="params" any.
         folder: of this run alone; made if need be. Rank 0 writes, on a thread.
+        mean: what `fn.adapters.ddp.average_gradients` returned, if that averages the gradients. What a script does to
+            them behind it, such as clipping, is not in the log: give the optimizer `max_norm`.
         snapshot_every: after how many steps followers may start; a snapshot has the parameters and the agreed state.
         digest_every: after how many steps followers compare the parameters.
         buffers: whether rank 0's buffers travel, too, such as BatchNorm's statistics, of the model that holds the
@@ -160,19 +175,24 @@ def publish(
         return publish_params(optimizer, folder, snapshot_every, digest_every, buffers, put)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__, PARAMS_INSTEAD))
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    axes = {name: bound.size for name, bound in optimizer.binding.axes.items() if name in optimizer.axes}
-    sends = any(facts_of(unit.transform).axes or facts_of(unit.transform).silent for unit in optimizer.units)
-    if not sends or max(axes.values(), default=1) == 1:
-        wanted, got = "one that averages over an axis of several ranks", f"axes {axes}"
-        by_codes = "give make an axis, bound by fn.bind, or average gradients by average_gradients(model, fn.int4())"
-        cure = f"what torch's DDP averages is not in the log; {by_codes}; or {PARAMS_INSTEAD}"
-        raise ValueError(expected("optimizer", wanted, got, cure))
-    if any(are_divided(group["params"]) for group in optimizer.param_groups):
+    check_kind("mean", mean, (GradientAverage, type(None)), "what fn.adapters.ddp.average_gradients returns")
+    facts, groups = [facts_of(unit.transform) for unit in optimizer.units], optimizer.param_groups
+    params = [p for group in groups for p in group["params"]]
+    if any(are_divided(group["params"]) for group in groups) or any(f.shards and not f.axes for f in facts):
         got = "pieces, as FSDP2 makes them"
         raise ValueError(expected("optimizer", "whole parameters on rank 0", got, PARAMS_INSTEAD))
+    bound = {name: axis for name, axis in optimizer.binding.axes.items() if name in optimizer.axes}
+    averaged = {} if mean is None else mean.binding.axes
+    axes = {name: axis.size for name, axis in bound.items()}
+    sends = mean is not None or any(f.axes or f.silent for f in facts)
+    if not sends or max((axis.size for axis in (*bound.values(), *averaged.values())), default=1) == 1:
+        wanted, got = "one that averages over an axis of several ranks", f"axes {axes}"
+        by_codes = "give make an axis, bound by fn.bind, or mean=average_gradients(model, fn.int4())"
+        cure = f"what torch's DDP averages is not in the log; {by_codes}; or {PARAMS_INSTEAD}"
+        raise ValueError(expected("optimizer", wanted, got, cure))
+    agreed_of(optimizer)  # refuses a method whose ranks agree on no parameters between exchanges
     beside = Buffers(params, travel=buffers)
-    if any(int(optimizer.binding.axes[name].rank) for name in axes):
+    if any(int(axis.rank) for axis in (*bound.values(), *averaged.values())):
         return None
     if optimizer.steps:
         warnings.warn(f"publish: followers start from step {optimizer.steps}, which is the next one", stacklevel=2)
@@ -184,6 +204,7 @@ def publish(
         "dtypes": [str(p.dtype).removeprefix("torch.") for p in params],
         "axes": {**axes},
         "buffers": buffers,
+        "mean": None if mean is None else header_of(mean),
         "max_norm": None if optimizer.max_norm is None else float(optimizer.max_norm),
         "groups": numbers_of(optimizer),
         "machine": machine_of(params[0].device),
@@ -193,4 +214,4 @@ def publish(
     def open_log(step: int) -> LogWriter:
         return LogWriter(folder, header, first_step=step, put=put)
 
-    return Publication(optimizer, beside, open_log, snapshot_every, digest_every)
+    return Publication(optimizer, mean, beside, open_log, snapshot_every, digest_every)

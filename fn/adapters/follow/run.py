@@ -14,9 +14,12 @@ from fn.adapters.agreed_params import agreed_pairs
 from fn.adapters.follow.log_format import JSON
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.resting import knows_gradients
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import describe
 from fn.roles import PLAN, SAME
+
+Tree = Any
 
 DIGESTS = ("digests",)
 """The key of the record that has a digest of each parameter, in the frames that have one of all."""
@@ -25,6 +28,9 @@ DIGEST_BYTES = 8
 
 ADDED = "added"
 """What the keys of records begin with that have the parameters of a group, by its number, as it was added."""
+
+LISTS = ("params", "frozen", "rests")
+"""What is said of the parameters of a group: which they are, and which do not train, or had no gradient in a step."""
 
 
 def settings_of(make: Callable[..., Transform]) -> dict[str, JSON]:
@@ -56,6 +62,9 @@ def numbers_of(optimizer: Optimizer) -> dict[str, JSON]:
                 found[f"groups.{g}.{name}"] = [*value] if isinstance(value, tuple) else value
         if frozen := [i for i, p in enumerate(group["params"]) if not p.requires_grad]:
             found[f"groups.{g}.frozen"] = [*frozen]
+        rests = [i for i, p in enumerate(group["params"]) if p.grad is None]
+        if rests and knows_gradients(optimizer):
+            found[f"groups.{g}.rests"] = [*rests]
     return found
 
 
@@ -66,11 +75,11 @@ def _is_json(value: Any) -> bool:
 
 
 def groups_from(numbers: Mapping[str, JSON]) -> list[dict[str, Any]]:
-    """Return the entries of each group, "params" and "frozen" among them."""
+    """Return the entries of each group, and what `LISTS` names."""
     found: dict[int, dict[str, Any]] = {}
     for path, value in numbers.items():
         _, g, name = path.split(".", 2)
-        pair = isinstance(value, list) and name not in ("params", "frozen")
+        pair = isinstance(value, list) and name not in LISTS
         found.setdefault(int(g), {})[name] = tuple(value) if pair and isinstance(value, list) else value
     return [found[g] for g in sorted(found)]
 
@@ -92,15 +101,15 @@ def agreed_of(optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: instead.get(p.data_ptr(), p) for name, p in params_of(optimizer).items()}
 
 
-def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return what all ranks agree on in the state, by path: live buffers.
+def state_of(states: Tree, prefix: str) -> dict[str, Tensor]:
+    """Return what all ranks agree on in states, by path: live buffers.
 
     Counts in a rank's own state, such as the ages of moments in a shard, are alike on all of them, and are no room.
     """
-    marks = tree.by_path(roles.kinds(optimizer.states), "state.")
+    marks = tree.by_path(roles.kinds(states), prefix)
     return {
         path: x
-        for path, x in tree.by_path(optimizer.states, "state.").items()
+        for path, x in tree.by_path(states, prefix).items()
         if marks[path] in (SAME, PLAN) or not (x.ndim or x.is_floating_point())
     }
 

@@ -61,7 +61,8 @@ def clip_late(core: Core, states: list[Tree], role: str) -> list[Tree]:
 
 
 def _clip_by(core: Core, max_norm: float) -> Transform:
-    params = [group["params"] for group in core.param_groups]
+    # Of units: torch appends a group that is added before a mean that is on its way has landed.
+    params = [group["params"] for unit in core.units for group in unit.groups]
     return clip_by(max_norm, _name_of(core.axes), lambda grads: squared_norm(grads, params))
 
 

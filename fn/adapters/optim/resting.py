@@ -36,7 +36,7 @@ def hold(core: Core, *, exchange: bool = False) -> Callable[[], None]:
     for unit in core.units:
         if all(p.requires_grad and p.grad is not None for p in unit.members):
             continue
-        knows = _knows_gradients(core)
+        knows = knows_gradients(core)
         rests = [not p.requires_grad or (knows and p.grad is None) for p in unit.members]
         if any(rests):
             kept.append(at_rest(core, unit, rests, moves_moments=not exchange))
@@ -48,7 +48,7 @@ def hold(core: Core, *, exchange: bool = False) -> Callable[[], None]:
     return put_back
 
 
-def _knows_gradients(core: Core) -> bool:
+def knows_gradients(core: Core) -> bool:
     """Return whether no other rank adds to a gradient: this rank is alone, as bound now, or somebody else averages."""
     facts = [facts_of(unit.transform) for unit in core.units]
     sends = any(one.silent or one.axes for one in facts)

@@ -79,7 +79,7 @@ def test_a_last_frame_that_is_torn_anywhere_is_no_frame_yet(left, tmp_path):
     """For a reader, which goes on once it is whole, and for the trainer that is restarted."""
     whole = (left / OPEN).read_bytes()
     start = (left_open(tmp_path / "shorter", tmp_path / "copy", STEPS[:-1]) / OPEN).stat().st_size
-    assert 100 < start < len(whole) - 100
+    assert 100 < start < len(whole) - 50
     folder = laid(tmp_path / "torn", files(left))
     for end in range(start, len(whole)):
         (folder / OPEN).write_bytes(whole[:end])

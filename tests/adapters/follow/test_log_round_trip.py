@@ -213,3 +213,21 @@ def test_a_snapshot_is_a_copy(tmp_path):
     found = LogReader(tmp_path).snapshot(1)
     assert torch.equal(found["x"], expected)
     assert torch.equal(found["transposed"], expected.T)
+
+
+def test_keys_of_hundreds_of_records_are_in_a_segment_once(tmp_path):
+    def heard(step):
+        digests = [(("digests",), [bytes(8)])] if step % 2 else []  # frames of two kinds, in turn
+        return digests + [((i // 4, "compressed", "gather", i % 4), [bytes([step]) * 20]) for i in range(300)]
+
+    log = LogWriter(tmp_path, HEADER, steps_per_segment=10)
+    for step in range(25):
+        log.frame(step, "compressed", {}, heard(step))
+    log.close()
+    reader = LogReader(tmp_path)
+    for step in (3, 19, 0, 24, *range(25)):
+        assert reader.frame(step).records == heard(step)
+    codes = sum(len(leaf) for step in range(25) for _, leaves in heard(step) for leaf in leaves)
+    sizes = [p.stat().st_size for p in sorted(tmp_path.glob("*.log"))]
+    assert len(sizes) == 3
+    assert codes < sum(sizes) < codes + 3 * 2 * 1000 + 25 * 64
