@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--make",
         metavar="MODULE:FUNCTION",
-        help="a function that returns the run's model and make",
+        help="a function that returns the run's model and make; None in its place for a log of params",
     )
     parser.add_argument("--replay", metavar="STEP", type=int, help="replay the run up to this step; with --make, --out")
     parser.add_argument("--out", metavar="FILE", help="a new file for the model's state dict behind it, of safetensors")
