@@ -73,7 +73,7 @@ def whole(x: Tensor) -> Tensor:
 
 def changes(before: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> list[bytes]:
     """Return the change of each tensor, of copies in the host's memory."""
-    return [_change(before[name], x) for name, x in behind.items()]
+    return [_change(x, behind[name]) for name, x in before.items()]
 
 
 @torch.no_grad()
@@ -94,7 +94,7 @@ class Buffers:
     def __init__(self, params: Sequence[Tensor], *, travel: bool):
         models = [model_of(params, "buffers")] if travel else models_of(params)[0]
         self._models, self._travel = models, travel
-        self._copies, self._versions = dict[str, Tensor](), list[tuple[str, int]]()
+        self.begin()
 
     def now(self) -> dict[str, Tensor]:
         """Return those that travel, by the names that snapshots have of them."""
@@ -114,8 +114,7 @@ class Buffers:
             name = next((name for name, version in seen if (name, version) not in self._versions), "")
             text = f"the model's buffers, such as {name!r}, change and are not in the log"
             warnings.warn(f"publish: {text}; say buffers=True for followers to have rank 0's", stacklevel=2)
-            self._models = []  # said once
-            self._versions = []
+            self._models, self._versions = [], []  # said once
         return []
 
     def _seen(self) -> list[tuple[str, int]]:

@@ -25,6 +25,8 @@ from fn.kernels.table import rows
 CYCLE = 65521
 """After how many elements numbers come again: a prime, so that no matrix has two rows alike."""
 
+RATE = 0.1
+
 
 def machine_of(device: torch.device) -> dict[str, JSON]:
     """Return what bits may depend on, by name."""
@@ -51,13 +53,14 @@ def known_answer(header: Mapping[str, Any], make: Callable[..., Transform], devi
     """
     forms = [(shape, getattr(torch, dtype)) for shape, dtype in zip(header["shapes"], header["dtypes"], strict=True)]
     made = [_numbers(i, shape, dtype, device) for i, (shape, dtype) in enumerate(forms)]
-    params, groups, first = [torch.nn.Parameter(x) for x in made], groups_from(header["groups"]), 0
-    for group in groups:
+    params = [torch.nn.Parameter(x) for x in made]
+    members, groups = iter(params), list[dict[str, Any]]()
+    for group in groups_from(header["groups"]):
         listed = group.pop("params")
-        names, count = (listed, len(listed)) if isinstance(listed, list) else ([], listed)
-        members, first = params[first : first + count], first + count
-        group["params"] = [*zip(names, members, strict=True)] if names else members
-        group.pop("frozen", None)
+        of_group = [(str(name), next(members)) for name in (range(listed) if isinstance(listed, int) else listed)]
+        # A list says which of the params rest. A rate may begin with 0, and then nothing would move.
+        settings = {name: x for name, x in group.items() if not isinstance(x, list)}
+        groups.append({**settings, "lr": RATE, "params": of_group})
     # The ranks are this one several times: two are enough.
     axes, compressed = {name: min(size, 2) for name, size in header["axes"].items()}, False
     with echoing(axes), warnings.catch_warnings():

@@ -80,7 +80,6 @@ class Publication:
         self._next, self._is_stale = self._optimizer.steps, False
         self._log = self._open_log(self._next)
         self._heard.take()
-        self._buffers.begin()
         self._snapshot()
 
     def _snapshot(self) -> None:
@@ -88,6 +87,7 @@ class Publication:
         # A mean that is on its way belongs to a later step, and is no part of what ranks agree on now.
         self._owes_snapshot = bool(optimizer.flights)
         if not self._owes_snapshot:
+            self._buffers.begin()
             of_mean = {} if self._mean is None else state_of(self._mean.states, "mean.")
             tensors = {**params_of(optimizer), **state_of(optimizer.states, "state."), **of_mean, **self._buffers.now()}
             self._log.snapshot(self._next, tensors)

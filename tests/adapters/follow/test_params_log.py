@@ -209,6 +209,8 @@ def test_a_model_with_other_tensors_ends_the_log_and_not_the_run(tmp_path):
 
 
 def test_the_end_of_a_process_writes_what_is_there(tmp_path):
+    from safetensors.torch import load_file
+
     text = (
         "import torch; from fn.adapters.follow import publish\n"
         "net = torch.nn.Linear(300, 300); opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
@@ -222,6 +224,11 @@ def test_the_end_of_a_process_writes_what_is_there(tmp_path):
     net = nn.Linear(300, 300)
     assert [*Follower(tmp_path / "log", net)] == [*range(5)]
     assert alike(net, torch.load(tmp_path / "end.pt"))
+    (tmp_path / "of_run.py").write_text("import torch\ndef made():\n    return torch.nn.Linear(300, 300), None\n")
+    command = ("-m", "fn", "log", "log", "--make", "of_run:made", "--out", "step4.safetensors", "--replay", "4")
+    ended = ranks.python(*command, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert alike(net, load_file(tmp_path / "step4.safetensors"))
 
 
 def warned(folder):
