@@ -25,7 +25,7 @@ from fn.adapters.follow import Follower, publish
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 GRID = ("local", "node")
-SHORT, LONG = 24, 100
+FEW, SHORT, LONG = 12, 24, 100
 SNAPSHOTS, NAN, ADDED, SAVED, RESUMED = 8, 9, 11, 14, 17
 
 
@@ -225,7 +225,8 @@ MANY = ("adamw", "onebit_adam", "lion_vote", "muon, int8", "powersgd_adamw", "di
 
 def many_tensors():
     torch.manual_seed(2)
-    return [torch.nn.Parameter(torch.randn(shape)) for _ in range(75) for shape in ((16, 8), (8,), (64,), (32,))]
+    shapes = [(16, 8)] * 20 + [(8,), (64,), (32,), (40,)] * 70
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
 def of_many_tensors(case, folder, steps, binding):
@@ -255,7 +256,7 @@ def all_trained(names, folder, steps):
     no = {name: refused(ALL[name], f"{folder}/{name}", binding) for name in names if name in NOT_FOLLOWED}
     if dist.get_world_size() == 2:
         for name in MANY:
-            found[f"{name} of many"] = of_many_tensors(ALL[name], f"{folder}/{name} of many", SHORT, binding)
+            found[f"{name} of many"] = of_many_tensors(ALL[name], f"{folder}/{name} of many", FEW, binding)
     return found | no
 
 

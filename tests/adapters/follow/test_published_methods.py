@@ -16,6 +16,7 @@ from logs import served
 from published_methods import (
     ALL,
     CASES,
+    FEW,
     LONG,
     MANY,
     NOT_FOLLOWED,
@@ -85,12 +86,12 @@ def test_a_log_of_hundreds_of_tensors_is_little_longer_than_the_codes(name):
     params = many_tensors()
     net = torch.nn.ParameterList(params)
     mine = Follower(folder, net, make_of(ALL[name]))
-    assert [*mine] == [*range(SHORT)]
+    assert [*mine] == [*range(FEW)]
     assert torch.equal(agreed(mine.optimizer), found)
     reader, total = LogReader(folder), sum(p.stat().st_size for p in folder.glob("*.log"))
-    frames = [[leaf for _, leaves in reader.frame(step).records for leaf in leaves] for step in range(SHORT)]
+    frames = [[leaf for _, leaves in reader.frame(step).records for leaf in leaves] for step in range(FEW)]
     codes = sum(map(len, itertools.chain(*frames)))
-    assert codes < total <= 1.02 * codes + 256 * SHORT
+    assert codes < total <= 1.02 * codes + 256 * FEW
     assert codes > 0
 
 
