@@ -98,14 +98,14 @@ class _ByParameter(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as those of `torch.optim` do: the leaves of each parameter, and the numbers of the groups.
 
-        A group's entries that are no numbers, labels say, are None: a load leaves them as they are.
+        A load takes back the numbers of the groups, and leaves their labels, which are None here, as they are.
         """
         flat = super().state_dict()
         saved, numbers = _split(self, flat), iter(range(len(self.state)))
         listed = []
         for group in self.param_groups:
-            kept = {"betas", *numbers_of(group)}
-            entries = {k: x if k in kept else None for k, x in group.items()}
+            # There is one for each parameter, and torch's flat names repeat them with each.
+            entries = {k: None if k == "labels" else x for k, x in group.items()}
             entries |= {k: x.clone() for k, x in entries.items() if isinstance(x, Tensor)}
             listed.append({**entries, "params": [next(numbers) for _ in group["params"]]})
         return {"state": dict(enumerate(saved)), "param_groups": listed}
