@@ -26,35 +26,28 @@ from fn.arguments import check_kind
 from fn.base import Transform
 from fn.errors import expected
 from fn.roles import PLAN
-from fn.schedules import Schedule
 
 Homes = dict[str, list[tuple[int, str]]]
 """The path of each leaf of a flat state -> the numbers of the parameters that it lies with, and its name there."""
 
 
-def torch_optimizer(
-    make: Callable[..., Transform],
-    *,
-    model: nn.Module | Labels | None = None,
-    schedule: Schedule | None = None,
-    max_norm: float | None = None,
-) -> type[Optimizer]:
+def torch_optimizer(make: Callable[..., Transform], *, model: nn.Module | Labels | None = None) -> type[Optimizer]:
     """Return a class that is constructed as those of `torch.optim` are, and whose state torch's DCP can read.
 
     Take it for a container of a trainer that builds the optimizers itself, as torchtitan's does, and where
     `get_optimizer_state_dict` and `set_optimizer_state_dict` save and load. Otherwise take `fn.Optimizer`.
 
-        cls(params, lr=...)    =    fn.Optimizer(params, make, schedule=schedule, labels=labels_of(model), lr=...)
+        cls(params, lr=..., ...)    =    fn.Optimizer(params, make, labels=labels_of(model), lr=..., ...)
 
     `state[p]` has the leaves of p by name from the start, so torch takes no step to fill it: a count lies with each
     parameter, a vector of several, such as residual errors, with the first. The name of what is this rank's own begins
     with the rank. Only the plan of who owns which tensor is left out, for it is that of the ranks that load.
 
-    Args: make, schedule, max_norm: as for `fn.Optimizer`. model: whose parameters `labels_of` labels where `make` takes
+    Args: make: as for `fn.Optimizer`. model: whose parameters `labels_of` labels where `make` takes
         labels, as that of `fn.muon` does; read when an optimizer is constructed, behind FSDP2 say. Of several parts it
         is `torch.nn.ModuleList(parts)`. Or what `labels_of` returned, for a part without a head say. None: `make` takes
         none, or each param group has a "label", as "hidden", for all that is in it.
-    Returns: a subclass of `fn.Optimizer`; further hyper-parameters are arguments of its constructor, or in its groups.
+    Returns: a subclass of `fn.Optimizer`, whose other arguments its constructor takes by name, `schedule` say.
     Raises: TypeError and ValueError as `fn.Optimizer` for `make`. The class raises a ValueError for params without a
         label where `make` takes labels.
 
@@ -82,7 +75,7 @@ def torch_optimizer(
         def __init__(self, params: Params, lr: float | Tensor = 1e-3, **kwargs: Any):
             given = groups.groups_of(groups.as_list(params))
             given = given if "labels" in kwargs else labelled(given, 0)
-            super().__init__(given, make, **{"lr": lr, "schedule": schedule, "max_norm": max_norm, **kwargs})
+            super().__init__(given, make, lr=lr, **kwargs)
             self.state = _Leaves(self)  # type: ignore[assignment]
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
