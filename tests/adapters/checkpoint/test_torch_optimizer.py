@@ -124,6 +124,41 @@ def test_a_container_continues_bit_for_bit_and_torch_takes_no_step(world, tmp_pa
         assert found == {name: [] for name in METHODS}
 
 
+def saved_by_two(folder: str) -> list[dict[str, Tensor]]:
+    found = []
+    for name in ("muon", "onebit_adam"):
+        model = Net()
+        opt = contained(model, name)
+        train(model, opt, range(2))
+        dcp.save({"opt": opt}, checkpoint_id=f"{folder}/{name}")
+        found.append({k: x for k, x in opt.state_dict().items() if k.startswith("state.")})
+    return found
+
+
+def loaded_by_three(folder: str) -> tuple[dict[str, Tensor], str]:
+    opt = contained(Net(), "muon")
+    dcp.load({"opt": opt}, checkpoint_id=f"{folder}/muon")
+    errors = contained(Net(), "onebit_adam")
+    try:
+        dcp.load({"opt": errors}, checkpoint_id=f"{folder}/onebit_adam")
+    except BaseException as error:  # torch's is no Exception
+        return {k: x for k, x in opt.state_dict().items() if k.startswith("state.")}, str(error)
+    return {}, "nothing raised"
+
+
+@pytest.mark.slow
+def test_tensors_move_to_the_owners_of_another_number_of_ranks_and_errors_are_missed_by_name(tmp_path):
+    saved, loaded = run(2, saved_by_two, str(tmp_path)), run(3, loaded_by_three, str(tmp_path))
+    momenta = {k: x for (muon, _) in saved for k, x in muon.items()}
+    there = {k: x for muon, _ in loaded for k, x in muon.items()}
+    assert momenta.keys() == there.keys()
+    assert all(torch.equal(x, momenta[k]) for k, x in there.items())
+    assert sum(k.endswith("muon.0.mu") for k in there) == 3
+    for _, text in loaded:
+        assert "Missing key in checkpoint state_dict: opt.state." in text
+        assert " of 3.inner." in text
+
+
 ON_SHARDS = {"adamw": fn.adamw, "muon": fn.muon, "normuon": fn.normuon}
 
 
