@@ -43,11 +43,12 @@ def torch_optimizer(make: Callable[..., Transform], *, model: nn.Module | Labels
     parameter, a vector of several, such as residual errors, with the first. The name of what is this rank's own begins
     with the rank. Only the plan of who owns which tensor is left out, for it is that of the ranks that load.
 
-    Args: make: as for `fn.Optimizer`. model: whose parameters `labels_of` labels where `make` takes
-        labels, as that of `fn.muon` does; read when an optimizer is constructed, behind FSDP2 say. Of several parts it
-        is `torch.nn.ModuleList(parts)`. Or what `labels_of` returned, for a part without a head say. None: `make` takes
-        none, or each param group has a "label", as "hidden", for all that is in it.
-    Returns: a subclass of `fn.Optimizer`, whose other arguments its constructor takes by name, `schedule` say.
+    Args: make: as for `fn.Optimizer`. model: whose parameters `labels_of` labels where `make` takes labels, as
+        `fn.muon` does; read when an optimizer is constructed, behind FSDP2 say. Of several parts it is
+        `torch.nn.ModuleList(parts)`. Or what `labels_of` returned, for a part without a head say. None: `make` takes
+        none, or each param group has a "label", such as "hidden", for all that is in it; a group's own label counts.
+    Returns: a subclass of `fn.Optimizer`, named as `make` is, for trainers log rates by it. Its constructor takes the
+        other arguments of `fn.Optimizer` by name, `schedule` say.
     Raises: TypeError and ValueError as `fn.Optimizer` for `make`. The class raises a ValueError for params without a
         label where `make` takes labels.
 
@@ -84,6 +85,7 @@ def torch_optimizer(make: Callable[..., Transform], *, model: nn.Module | Labels
                 (param_group,) = labelled(given, len(self.param_groups))
             super().add_param_group(param_group)
 
+    TorchOptimizer.__name__ = getattr(getattr(make, "func", make), "__name__", TorchOptimizer.__name__)
     return TorchOptimizer
 
 

@@ -93,6 +93,8 @@ def continued(folder: str, name: str) -> list[str]:
         for p in other.parameters():
             p.copy_(torch.randn_like(p))
     opt, again = contained(model, name), contained(other, name, lr=0.5)
+    for one in (*opt.optimizers, *again.optimizers):
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0)  # which writes into the groups, as trainers' do
     train(model, opt, range(4))
     with fn.ledger() as book:
         dcp.save({"opt": opt, **params_of(model)}, checkpoint_id=f"{folder}/{name}")
@@ -240,6 +242,7 @@ def test_a_parameter_has_its_leaves_by_name_from_the_start():
     assert all(torch.equal(x, opt.state[model[0].weight][n]) and x.count_nonzero() for n, x in moments.items())
     assert opt.state[model[1].bias]["steps"] == opt.steps == 1
     assert [*opt.state] == [*model.parameters()]
+    assert type(opt).__name__ == "adamw"
 
 
 def test_a_stage_of_another_pipeline_finds_its_layers(tmp_path):
