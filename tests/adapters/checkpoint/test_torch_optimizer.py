@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fn
+from fn.adapters import checkpoint
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -275,6 +276,19 @@ def test_a_copy_and_a_late_group_have_states_of_their_own():
     twin.load_state_dict(opt.state_dict())
     assert same(bits(opt.states), bits(twin.states))
     assert twin.steps == 1
+
+
+def test_fns_own_checkpoints_hold_it_too(tmp_path):
+    p = nn.Parameter(torch.ones(2))
+    opt, gathered, saved = (fn.adapters.torch_optimizer(fn.adamw)([p], lr) for lr in (0.1, 0.2, 0.3))
+    p.grad = torch.ones(2)
+    opt.step()
+    gathered.load_state_dict(checkpoint.gather(opt))
+    checkpoint.save(tmp_path, opt)
+    checkpoint.load(tmp_path, saved)
+    for other in (gathered, saved):
+        assert same(bits(opt.states), bits(other.states))
+        assert (other.steps, other.state[p]["steps"], other.param_groups[0]["lr"]) == (1, 1, 0.1)
 
 
 def hidden_of(opt: fn.Optimizer) -> list[tuple[int, ...]]:
