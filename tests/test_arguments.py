@@ -217,6 +217,7 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.adapters.agreed_params": lambda: {"optimizer": optimizer()},
     "fn.adapters.from_adamw": lambda: {"adamw": stepped(), "optimizer": optimizer()},
     "fn.adapters.from_muon": lambda: {"muon": stepped(), "optimizer": optimizer()},
+    "fn.adapters.torch_optimizer": lambda: {"make": fn.adamw},
     "fn.adapters.checkpoint.gather": lambda: {"optimizer": optimizer()},
     "fn.adapters.checkpoint.load": lambda: {"folder": "nowhere", "optimizer": optimizer()},
     "fn.adapters.checkpoint.save": lambda: {"folder": "/dev/null/x", "optimizer": optimizer()},

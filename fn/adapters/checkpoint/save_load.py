@@ -42,6 +42,7 @@ from fn.adapters.optim.state_dict import (
     check_paths,
     lately_added,
     marks_of,
+    of_rank,
     owned_elsewhere,
     place_of,
     restore,
@@ -202,7 +203,7 @@ def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
 
 def _gathered(optimizer: Core, hints: Mapping[str, str], group: Group) -> dict[str, Tensor] | None:
     rank, size = world()
-    flat: dict[str, Tensor] = optimizer.state_dict()
+    flat = of_rank(optimizer)
     marks = marks_of(optimizer)
     own = [key for key in flat if OF_RANK.fullmatch(key) or marks.get(key) == OWNED]
     same = {key: x for key, x in flat.items() if key not in {*own}}

@@ -60,7 +60,8 @@ def refuse_layout() -> None:
         wanted = "an optimizer whose state_dict has 'state' and 'param_groups'"
         cure = (
             "save and load with fn.adapters.checkpoint, on any number of ranks, or each rank's opt.state_dict(); take "
-            "get_model_state_dict for the model alone; the optimizer is as it was"
+            "get_model_state_dict for the model alone; or make the optimizer by the class that "
+            "fn.adapters.torch_optimizer(make) returns; this one is as it was"
         )
         got = "an fn.Optimizer, whose state_dict is a flat {path: tensor}"
         raise NotImplementedError(expected(asking.f_code.co_name, wanted, got, cure))

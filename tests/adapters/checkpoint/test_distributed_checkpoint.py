@@ -1,4 +1,8 @@
-"""`torch.distributed.checkpoint` with an optimizer as it is: every rank gets its own errors and shards back."""
+"""`torch.distributed.checkpoint` with an optimizer as it is: every rank gets its own errors and shards back.
+
+Torch's readers of optimizers, `get_optimizer_state_dict` say, are for `fn.adapters.torch_optimizer`: its tests are in
+test_torch_optimizer.py.
+"""
 
 from __future__ import annotations
 
