@@ -73,9 +73,10 @@ def train(rank: int, start: int, args: argparse.Namespace) -> None:
 
 def supervise(args: argparse.Namespace) -> None:
     """Start the trainers, and start them again once if they die."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["train_lm", "fn.adapters.checkpoint", "fn.adapters.follow"])
     for start in range(2):
-        given = [(rank, start, args) for rank in range(RANKS)]
-        ranks = [mp.get_context("spawn").Process(target=train, args=of_rank, daemon=True) for of_rank in given]
+        ranks = [context.Process(target=train, args=(rank, start, args), daemon=True) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         for process in ranks:

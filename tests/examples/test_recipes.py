@@ -70,6 +70,7 @@ def test_an_example_of_fsdp2_resumes_bit_for_bit_from_its_own_checkpoint(ranks, 
         assert ("loss" in printed) == (rank == 0 and "diloco" in script)  # the other prints every tenth step
 
 
+@pytest.mark.slow
 def test_the_follower_of_the_example_ends_with_the_parameters_of_trainers_that_were_killed(tmp_path):
     given = ["--steps", "40", "--save-every", "16", "--every", "4", "--out", str(tmp_path / "out")]
     ended = python(str(ROOT / "examples" / "follow.py"), *given, cwd=tmp_path)
