@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fn.adapters.follow import spare
 from fn.adapters.follow.log_format import JSON, Frame
 from fn.adapters.follow.log_reader import LogReader
 from fn.adapters.follow.run import (
@@ -116,6 +117,30 @@ class Follower:
             self._go_to(snapshots[-1])
         while self.steps <= step:
             self._take()
+
+    def checkpoint(self, folder: str | Path, load_from: str | Path | None = None) -> Path:
+        """Write a checkpoint from which a new world, of any number of ranks, goes on behind the step reached here.
+
+        Take it when the trainers are lost: process groups cannot grow. `fn.adapters.checkpoint.load` reads it.
+        Parameters and what ranks agree on are those of the run, bit for bit. What is each rank's own a follower never
+        heard. Residual errors begin at zero.
+
+            follower.to(1234)
+            follower.checkpoint("spare", load_from="checkpoints")       # in one process
+            fn.adapters.checkpoint.load("spare", opt)                   # on all ranks of the new world
+
+        Args:
+            folder: of checkpoints, as for `fn.adapters.checkpoint.save`.
+            load_from: the folder of the run's own checkpoints, whose newest one has the moments of owners, shards and
+                local steps. How old they are is warned of. None: they begin as `init` makes them, with ages zero.
+        Returns: the folder of this checkpoint.
+        Raises: ValueError before the first step, with a mean on its way, for a run over several axes, and for a
+            checkpoint of another optimizer; as `fn.adapters.checkpoint.load` for a damaged one. Nothing is written.
+        """
+        if not self._is_there:
+            cure = "call to(step) first"
+            raise ValueError(expected("follower", "at a step of the run", "one that took none", cure))
+        return spare.write(self.optimizer, Path(folder), None if load_from is None else Path(load_from))
 
     def _check_header(self) -> None:
         header = self._reader.header
