@@ -4,9 +4,10 @@
 
 The same `fn.Optimizer` takes blocks of steps, in turn alone, published, published with a digest in each step, and with
 a snapshot in each: what those take beyond the frames is spread over the 100 and 1000 steps from one to the next that
-`publish` has as defaults. The other rank says what this one says, so messages cost nothing, and nor do forward and
-backward passes: a percentage is of the optimizer alone, or, with 64 examples, of those passes through its matrices, too. Processor time is that of all threads, the writer's too, and
-ratios are medians of those of blocks that stand beside each other. A follower takes the steps of such a block.
+`publish` has as defaults. The other rank says what this one says, so messages cost nothing. A percentage is of the
+optimizer's step, or, with 64 examples, of that and the passes through its matrices. Processor time is that of all
+threads, the writer's too, and ratios are medians of those of blocks that stand beside each other. A follower takes the
+steps of such a block.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from fn.adapters.follow.log_reader import LogReader
 
 NEVER, DIGESTS, SNAPSHOTS, EXAMPLES = 10**9, 100, 1000, 64
 COLUMNS = (
-    "| parameters | step | step, ms | with its writer | without digests and snapshots | with 64 examples | frame beyond codes | bits per parameter \
-| follower / step | checkpoint each step, ms | its bytes per parameter |"
+    "| parameters | step | step, ms | with its writer | without digests and snapshots | with 64 examples "
+    "| frame beyond codes | bits per parameter | follower / step | checkpoint, ms | its bytes per parameter |"
 )
 
 
