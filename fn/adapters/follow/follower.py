@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fn.adapters.follow import spare
-from fn.adapters.follow.log_format import JSON, Frame
+from fn.adapters.follow.log_format import JSON, Data, Frame
 from fn.adapters.follow.log_reader import LogReader
 from fn.adapters.follow.run import (
     ADDED,
@@ -277,7 +277,7 @@ class Follower:
         self.optimizer.step()
         self._log.check_read()
         self.steps = step + 1
-        return step if digests is None or self._agrees(step, digests[0]) else None
+        return step if digests is None or self._agrees(step, bytes(digests[0])) else None
 
     def _agrees(self, step: int, theirs: bytes) -> bool:
         agreed = agreed_of(self.optimizer)
@@ -299,7 +299,7 @@ class Follower:
         raise Diverged(f"follower: {text}; follow on a machine like the trainers', or {cure}", step=step, tensor=tensor)
 
 
-def _words(data: bytes) -> Tensor:
+def _words(data: Data) -> Tensor:
     # torch refuses a buffer without bytes, and warns of one that it may not write into.
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")

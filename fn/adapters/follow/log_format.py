@@ -82,6 +82,10 @@ class LogDamaged(ValueError):
         self.step = step
 
 
+Data = bytes | memoryview
+"""The bytes of a leaf; to write them no copy is needed."""
+
+
 class Frame(NamedTuple):
     """What all ranks heard in one step.
 
@@ -92,7 +96,7 @@ class Frame(NamedTuple):
     step: int
     phase: str
     changed: dict[str, JSON]
-    records: list[tuple[Key, list[bytes]]]
+    records: list[tuple[Key, list[Data]]]
     digest: str | None
 
 
@@ -198,12 +202,12 @@ def _entry(kind: Any, fields: Mapping[str, Any]) -> Any:
     return kind(**fields)
 
 
-def encoded_frame(frame: Frame) -> list[bytes]:
+def encoded_frame(frame: Frame) -> list[Data]:
     """Return the bytes of a frame in pieces: the first is of `START_BYTES`, and those of the records are no copies."""
     step, phase, changed, records, digest = frame
     keys: JSON = [[key, list(map(len, leaves))] for key, leaves in records]
     description = zlib.compress(compact([step, phase, changed, keys, digest]))
-    pieces = [description, *(leaf for _, leaves in records for leaf in leaves)]
+    pieces: list[Data] = [description, *(leaf for _, leaves in records for leaf in leaves)]
     start = _LENGTHS.pack(sum(map(len, pieces)), len(description))
     checksum = zlib.crc32(start)
     for piece in pieces:
@@ -261,11 +265,11 @@ class Frames:
         described = at + START_BYTES + _LENGTHS.unpack_from(self.data, at)[1]
         with suppress(*_MALFORMED):
             found, phase, changed, keys, digest = json.loads(zlib.decompress(self.data[at + START_BYTES : described]))
-            at, records = described, []
+            at, records = described, list[tuple[Key, list[Data]]]()
             for key, lengths in keys:
-                leaves = []
+                leaves = list[Data]()
                 for length in lengths:
-                    leaves.append(bytes(self.data[at : at + length]))
+                    leaves.append(bytes(memoryview(self.data)[at : at + length]))  # one copy; of a slice it were two
                     at += length
                 records.append((tuple(key), leaves))
             if at == end and found == step and isinstance(phase, str) and isinstance(changed, dict):

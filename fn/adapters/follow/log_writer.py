@@ -24,6 +24,7 @@ from fn.adapters.follow.log_format import (
     HEAD,
     JSON,
     RUN,
+    Data,
     Frame,
     Frames,
     Head,
@@ -123,7 +124,7 @@ class LogWriter:
         step: int,
         phase: str,
         changed: dict[str, JSON],
-        records: Sequence[tuple[Key, Sequence[bytes]]],
+        records: Sequence[tuple[Key, Sequence[Data]]],
         digest: str | None = None,
     ) -> None:
         """Hand over the frame of the next step; wait only while the buffer is full.
@@ -241,7 +242,7 @@ class LogWriter:
             self._moved.wait_for(lambda: self._jobs or self._closing)
             return len(self._jobs) > 0
 
-    def _write_frame(self, step: int, pieces: list[bytes]) -> None:
+    def _write_frame(self, step: int, pieces: list[Data]) -> None:
         if self._file is None:
             self._file = os.open(self._folder / self._head.open_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         for piece in pieces:
@@ -249,7 +250,7 @@ class LogWriter:
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[os.write(self._file, rest) :]
         self._bytes += sum(map(len, pieces))
-        self._starts.append(pieces[0])
+        self._starts.append(bytes(pieces[0]))
         self._written = step + 1
         if len(self._starts) == self._steps_per_segment or self._bytes >= SEGMENT_BYTES:
             self._close_segment()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fn.adapters.follow.log_format import JSON, digest_of
+from fn.adapters.follow.log_format import JSON, Data, Key, digest_of
 from fn.adapters.follow.log_writer import LogWriter
 from fn.adapters.follow.run import (
     ADDED,
@@ -40,7 +40,7 @@ class Publication:
         self._optimizer, self._open_log = optimizer, open_log
         self._snapshot_every, self._digest_every = snapshot_every, digest_every
         self._said: dict[str, JSON] = {}  # of the groups, since the last snapshot
-        self._groups, self._added = 0, list[tuple[tuple[str | int, ...], list[bytes]]]()
+        self._groups, self._added = 0, list[tuple[Key, list[Data]]]()
         self._is_stale, self._owes_snapshot = False, False
         optimizer.log = self._heard = Log()
         self._open()
@@ -89,7 +89,10 @@ class Publication:
         changed |= dict.fromkeys(self._said.keys() - now.keys())  # null: there is none any more
         changed |= {} if optimizer.moved else {"skipped": True}
         self._said = now
-        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in self._heard.take()]
+        # Views: what was heard is a copy already, which nobody writes into.
+        heard: list[tuple[Key, list[Data]]] = [
+            (key, [leaf.numpy().data for leaf in leaves]) for key, leaves in self._heard.take()
+        ]
         records, self._added = [*self._added, *heard], []
         digest = None
         if (step + 1) % self._digest_every == 0:
