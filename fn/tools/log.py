@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--make",
         metavar="MODULE:FUNCTION",
-        help="a function that returns the run's model and make, None for a log of params, and what averaged its gradients "
-        "if `publish` had mean=",
+        help="a function that returns the run's model and make, None for a log of params, "
+        "and what averaged its gradients if `publish` had mean=",
     )
     parser.add_argument("--replay", metavar="STEP", type=int, help="replay the run up to this step; with --make, --out")
     parser.add_argument("--out", metavar="FILE", help="a new file for the model's state dict behind it, of safetensors")

@@ -1,4 +1,4 @@
-"""The plain DDP recipe and the examples of FSDP2, on two gloo ranks."""
+"""The plain DDP recipe, the examples of FSDP2, on two gloo ranks, and that of followers, as a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from as_torchrun import execute
-from ranks import run
+from ranks import python, run
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / "examples" / "trainers"
@@ -68,3 +68,14 @@ def test_an_example_of_fsdp2_resumes_bit_for_bit_from_its_own_checkpoint(ranks, 
     for rank, (alike, stood, steps, printed) in enumerate(run(ranks, fsdp2, script, str(tmp_path), *arguments)):
         assert (alike, stood, steps) == (True, False, 6)
         assert ("loss" in printed) == (rank == 0 and "diloco" in script)  # the other prints every tenth step
+
+
+@pytest.mark.slow
+def test_the_follower_of_the_example_ends_with_the_parameters_of_trainers_that_were_killed(tmp_path):
+    given = ["--steps", "40", "--save-every", "16", "--every", "4", "--out", str(tmp_path / "out")]
+    ended = python(str(ROOT / "examples" / "follow.py"), *given, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "bit for bit" in ended.stdout
+    assert (tmp_path / "out" / "follow.png").stat().st_size > 10_000
+    log = python("-m", "fn", "log", str(tmp_path / "out" / "log"))
+    assert "incarnation 1" in log.stdout  # they were started again, and went on in the same log

@@ -49,4 +49,4 @@ def test_a_notebook_claims_something_and_is_kept_light_with_its_outputs(path: Pa
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6", "7", "8"]
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6", "7", "8", "9"]

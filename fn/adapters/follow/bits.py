@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.follow.log_format import Key
+from fn.adapters.follow.log_format import Data, Key
 from fn.adapters.holders import roots_of
 from fn.adapters.optim.shards import is_dtensor
 from fn.errors import expected
@@ -77,7 +77,7 @@ def changes(before: Mapping[str, Tensor], behind: Mapping[str, Tensor]) -> list[
 
 
 @torch.no_grad()
-def change(tensors: Iterable[Tensor], by: Iterable[bytes]) -> None:
+def change(tensors: Iterable[Tensor], by: Iterable[Data]) -> None:
     """Change tensors as a record says."""
     for x, data in zip(tensors, by, strict=True):
         if data:
@@ -104,11 +104,11 @@ class Buffers:
         """Take what there is as what followers begin with."""
         self._copies, self._versions = copies_of(self.now()), self._seen()
 
-    def changed(self) -> list[tuple[Key, list[bytes]]]:
+    def changed(self) -> list[tuple[Key, list[Data]]]:
         """Return a record of what was changed since the last call, if anything was."""
         if self._travel:
             before, self._copies = self._copies, copies_of(self.now())
-            record = changes(before, self._copies)
+            record: list[Data] = [*changes(before, self._copies)]
             return [(BITS, record)] if any(record) else []
         if (seen := self._seen()) != self._versions:
             name = next((name for name, version in seen if (name, version) not in self._versions), "")

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fn.adapters.follow import spare
 from fn.adapters.follow.averaged_gradients import MEAN, AveragedGradients, transform_of
 from fn.adapters.follow.bits import BITS, change, tensors_of
 from fn.adapters.follow.known_answer import check_known_answer
-from fn.adapters.follow.log_format import JSON, Frame, Key
+from fn.adapters.follow.log_format import JSON, Data, Frame, Key
 from fn.adapters.follow.log_reader import LogReader
 from fn.adapters.follow.params_log import PARAMS
 from fn.adapters.follow.run import (
@@ -130,6 +131,32 @@ class Follower:
             self._go_to(snapshots[-1])
         while self.steps <= step:
             self._take()
+
+    def checkpoint(self, folder: str | Path, load_from: str | Path | None = None) -> Path:
+        """Write a checkpoint from which a new world, of any number of ranks, goes on behind the step reached here.
+
+        Take it when the trainers are lost: process groups cannot grow. `fn.adapters.checkpoint.load` reads it.
+        Parameters and what ranks agree on are those of the run, bit for bit. What is each rank's own a follower never
+        heard. Residual errors begin at zero.
+
+            follower.to(1234)
+            follower.checkpoint("spare", load_from="checkpoints")       # in one process
+            fn.adapters.checkpoint.load("spare", opt)                   # on all ranks of the new world
+
+        Args:
+            folder: of checkpoints, as for `fn.adapters.checkpoint.save`.
+            load_from: the folder of the run's own checkpoints, whose newest one has the moments of owners, shards and
+                local steps. How old they are is warned of. None: they begin as `init` makes them, with ages zero.
+        Returns: the folder of this checkpoint.
+        Raises: ValueError before the first step, with a mean on its way, for a run over several axes, and for a
+            checkpoint of another optimizer; as `fn.adapters.checkpoint.load` for a damaged one. Nothing is written.
+        """
+        if self._is_params:
+            raise ValueError(expected("follower", "that of a log of codes", "one of params, without an optimizer"))
+        if not self._is_there:
+            cure = "call to(step) first"
+            raise ValueError(expected("follower", "at a step of the run", "one that took none", cure))
+        return spare.write(self.optimizer, Path(folder), None if load_from is None else Path(load_from))
 
     def _check_header(self) -> None:
         header = self._reader.header
@@ -285,9 +312,9 @@ class Follower:
         if bits is not None:
             change(self._held().values(), bits)
         self.steps = step + 1
-        return step if digests is None or self._agrees(step, digests[0]) else None
+        return step if digests is None or self._agrees(step, bytes(digests[0])) else None
 
-    def _step(self, frame: Frame, records: dict[Key, list[bytes]]) -> None:
+    def _step(self, frame: Frame, records: dict[Key, list[Data]]) -> None:
         of_mean = {key: records.pop(key) for key in [*records] if key[:1] == MEAN}
         # First: where a group is added, a mean that is on its way lands.
         self._log.fill((key, [*map(_words, leaves)]) for key, leaves in records.items())
@@ -297,7 +324,7 @@ class Follower:
         self.optimizer.step()
         self._log.check_read()
 
-    def _fill_gradients(self, frame: Frame, of_mean: Mapping[Key, list[bytes]]) -> None:
+    def _fill_gradients(self, frame: Frame, of_mean: Mapping[Key, list[Data]]) -> None:
         if self._gradients is not None:
             heard = [(key, [*map(_words, leaves)]) for key, leaves in of_mean.items()]
             self._gradients.fill(heard, Phase(self._numbers["mean"]))
@@ -323,7 +350,7 @@ class Follower:
         raise Diverged(f"follower: {text}; follow on a machine like the trainers', or {cure}", step=step, tensor=tensor)
 
 
-def _words(data: bytes) -> Tensor:
+def _words(data: Data) -> Tensor:
     # torch refuses a buffer without bytes, and warns of one that it may not write into.
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")

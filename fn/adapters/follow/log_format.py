@@ -85,6 +85,10 @@ class LogDamaged(ValueError):
         self.step = step
 
 
+Data = bytes | memoryview
+"""The bytes of a leaf; to write them no copy is needed."""
+
+
 class Frame(NamedTuple):
     """What all ranks heard in one step.
 
@@ -95,7 +99,7 @@ class Frame(NamedTuple):
     step: int
     phase: str
     changed: dict[str, JSON]
-    records: list[tuple[Key, list[bytes]]]
+    records: list[tuple[Key, list[Data]]]
     digest: str | None
 
 
@@ -207,7 +211,7 @@ class Described(NamedTuple):
     step: int
     about: bytes
     keys: bytes
-    leaves: list[bytes]
+    leaves: list[Data]
 
 
 def described(frame: Frame) -> Described:
@@ -218,14 +222,14 @@ def described(frame: Frame) -> Described:
     return Described(step, about, keys, [leaf for _, leaves in records for leaf in leaves])
 
 
-def encoded_frame(frame: Described, steps: dict[bytes, int]) -> list[bytes]:
+def encoded_frame(frame: Described, steps: dict[bytes, int]) -> list[Data]:
     """Return the bytes of a frame in pieces: the first is of `START_BYTES`, and those of the records are no copies.
 
     Args: steps: the first step of the segment that had an index, by that; this one's is noted.
     """
     first = steps.setdefault(frame.keys, frame.step)
     index = frame.keys if first == frame.step else str(first).encode()
-    pieces = [description := zlib.compress(b"[%b,%b]" % (frame.about, index)), *frame.leaves]
+    pieces: list[Data] = [description := zlib.compress(b"[%b,%b]" % (frame.about, index)), *frame.leaves]
     start = _LENGTHS.pack(sum(map(len, pieces)), len(description))
     checksum = zlib.crc32(start)
     for piece in pieces:
@@ -285,9 +289,9 @@ class Frames:
             if isinstance(index, int):
                 index = self._description(index)[2]
             for key, lengths in index:
-                leaves = []
+                leaves = list[Data]()
                 for length in lengths:
-                    leaves.append(bytes(self.data[at : at + length]))
+                    leaves.append(bytes(memoryview(self.data)[at : at + length]))  # one copy; of a slice it were two
                     at += length
                 records.append((tuple(key), leaves))
             if at == end and found == step and isinstance(phase, str) and isinstance(changed, dict):

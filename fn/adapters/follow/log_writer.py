@@ -24,6 +24,7 @@ from fn.adapters.follow.log_format import (
     HEAD,
     JSON,
     RUN,
+    Data,
     Described,
     Frame,
     Frames,
@@ -125,7 +126,7 @@ class LogWriter:
         step: int,
         phase: str,
         changed: dict[str, JSON],
-        records: Sequence[tuple[Key, Sequence[bytes]]],
+        records: Sequence[tuple[Key, Sequence[Data]]],
         digest: str | None = None,
     ) -> None:
         """Hand over the frame of the next step; wait only while the buffer is full.
@@ -252,7 +253,7 @@ class LogWriter:
             while rest:  # a disk that is nearly full takes a part
                 rest = rest[os.write(self._file, rest) :]
         self._bytes += sum(map(len, pieces))
-        self._starts.append(pieces[0])
+        self._starts.append(bytes(pieces[0]))
         self._written = frame.step + 1
         if len(self._starts) == self._steps_per_segment or self._bytes >= SEGMENT_BYTES:
             self._close_segment()

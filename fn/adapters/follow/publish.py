@@ -13,7 +13,7 @@ from fn.adapters.ddp.gradient_averaging import GradientAverage
 from fn.adapters.follow.averaged_gradients import MEAN, header_of
 from fn.adapters.follow.bits import Buffers
 from fn.adapters.follow.known_answer import known_answer, machine_of
-from fn.adapters.follow.log_format import JSON, digest_of
+from fn.adapters.follow.log_format import JSON, Data, Key, digest_of
 from fn.adapters.follow.log_writer import LogWriter
 from fn.adapters.follow.params_log import ParamsPublication, publish_params
 from fn.adapters.follow.run import (
@@ -54,7 +54,7 @@ class Publication:
         self._optimizer, self._mean, self._buffers, self._open_log = optimizer, mean, buffers, open_log
         self._snapshot_every, self._digest_every = snapshot_every, digest_every
         self._said = dict[str, Any]()  # of the groups, since the last snapshot; ... for what was said before it
-        self._groups, self._added = 0, list[tuple[tuple[str | int, ...], list[bytes]]]()
+        self._groups, self._added = 0, list[tuple[Key, list[Data]]]()
         self._is_stale, self._owes_snapshot = False, False
         optimizer.log = self._heard = Log()
         self._averaged = Log(prefix=MEAN)
@@ -112,8 +112,9 @@ class Publication:
         changed |= dict.fromkeys(self._said.keys() - now.keys())  # null: there is none any more
         changed |= {} if optimizer.moved else {"skipped": True}
         self._said = now
+        # Views: what was heard is a copy already, which nobody writes into.
         found = [*self._averaged.take(), *self._heard.take()]
-        heard = [(key, [leaf.numpy().tobytes() for leaf in leaves]) for key, leaves in found]
+        heard: list[tuple[Key, list[Data]]] = [(key, [leaf.numpy().data for leaf in leaves]) for key, leaves in found]
         records, self._added = [*self._added, *heard, *self._buffers.changed()], []
         digest = None
         if (step + 1) % self._digest_every == 0:
