@@ -34,12 +34,15 @@ from fn.kernels import memory_pool
 
 Tree = Any
 Collective = Literal["all_to_all", "all_gather"]
+Holders = Sequence[Sequence[int]] | None
 
 LARGE = 1 << 16
 """Bytes from which on a device sends a tensor from where it lies, as a message of its own; smaller ones are joined."""
 
 
-def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str, among: int = 1) -> list[Tree]:
+def to_owners(
+    items: Sequence[Tree], owners: Sequence[int], axis: str, among: int = 1, holders: Holders = None
+) -> list[Tree]:
     """Send each item to its owner; return the items of own tensors with a row from each rank, (W, ...).
 
         >>> import torch, fn
@@ -52,7 +55,8 @@ def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str, among: in
                 [6.]])
 
     Args: items: of all tensors. owners: the rank of each. axis: the axis' name. among: of how many such groups of ranks
-        one has these tensors, where simulated ranks of all have them.
+        one has these tensors, where simulated ranks of all have them. holders: the ranks that have an item of each, its
+        owner among them, where not all do; of the items of others only shapes and dtypes matter.
     Returns: an entry for each tensor: None for those of others, but under `simulate`, where ranks get all of them.
     Raises: as `all_to_all`.
     """
@@ -63,19 +67,22 @@ def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str, among: in
         return [*items]
     flat = [tree.flatten(item) for item in items]
     of_leaves = [owner for (leaves, _), owner in zip(flat, owners, strict=True) for _ in leaves]
-    columns = iter(columns_to_owners([leaf for leaves, _ in flat for leaf in leaves], of_leaves, axis))
+    of_holders = holders and [ranks for (leaves, _), ranks in zip(flat, holders, strict=True) for _ in leaves]
+    columns = iter(columns_to_owners([leaf for leaves, _ in flat for leaf in leaves], of_leaves, axis, of_holders))
     rank, found = axes.own_rank(axis), []
     for (leaves, structure), owner in zip(flat, owners, strict=True):
         rows = [next(columns) for _ in leaves]
-        # W tensors (1, ...) -> (W, ...); None stands for the columns of other owners
+        # R tensors (1, ...) -> (R, ...); None stands for the columns of other owners
         found.append(tree.unflatten(structure, [torch.cat([*r]) for r in rows if r]) if owner == rank else None)
     return found
 
 
-def columns_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Sequence[Tensor] | None]:
+def columns_to_owners(
+    tensors: Sequence[Tensor], owners: Sequence[int], axis: str, holders: Holders = None
+) -> list[Sequence[Tensor] | None]:
     """Send each tensor to its owner; return for own tensors those of all ranks, W, which lie where they were received.
 
-    Args: tensors: of any shape. owners, axis, Returns and Raises: as for `to_owners`.
+    Args: tensors: of any shape. owners, axis, holders, Returns and Raises: as for `to_owners`.
     """
     size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
@@ -83,11 +90,13 @@ def columns_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], axis: st
         return [rows.unbind() for rows in _simulated([x[None] for x in tensors], axis, "all_to_all")]
     if size == 1:
         return [[x] for x in tensors]
-    of_owner = _by_owner(tensors, owners, size)
-    rank = axes.own_rank(axis)
-    received = _exchange(of_owner, [of_owner[rank]] * size, of_owner, axis, "all_to_all", "exchange")
-    columns = iter([*zip(*received, strict=True)])
-    return [next(columns) if owner == rank else None for owner in owners]
+    rank, of_owner = axes.own_rank(axis), _by_owner(tensors, owners, size)
+    each = [*zip(tensors, owners, holders or [range(size)] * len(tensors), strict=True)]
+    held, own = [x for x in each if rank in x[2]], [x for x in each if x[1] == rank]
+    sent = _by_owner([x for x, _, _ in held], [owner for _, owner, _ in held], size)
+    forms = [[x for x, _, some in own if r in some] for r in range(size)]
+    rest = [iter(leaves) for leaves in _exchange(sent, forms, of_owner, axis, "all_to_all", "exchange")]
+    return [[next(rest[r]) for r in some] if owner == rank else None for _, owner, some in each]
 
 
 def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: AxisNames, among: int = 1) -> list[Tree]:
@@ -151,7 +160,7 @@ def served_here(in_node: Sequence[int], local: str) -> list[int]:
     return [i for i, index in enumerate(in_node) if index == rank]
 
 
-def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str, holders: Holders = None) -> list[Tree]:
     """Send row r of the items of own tensors to rank r; return this rank's row of all tensors, (1, ...).
 
         >>> import torch, fn
@@ -163,7 +172,8 @@ def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) ->
                 [40.]])]
 
     Args: items: of all tensors, trees of tensors (W, ...); of those of others only shapes and dtypes matter. owners,
-        axis: as for `to_owners`.
+        axis: as for `to_owners`. holders: the ranks that get a row of each, in the order of the rows, where not all do.
+    Returns: an entry for each tensor; None where this rank gets no row.
     Raises: as `all_to_all`.
     """
     size, _, transport = axes.resolve(axis)
@@ -172,12 +182,21 @@ def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) ->
     if size == 1:
         return [*items]
     flat, rank = [tree.flatten(item) for item in items], axes.own_rank(axis)
-    # Forms of what arrives: (W, ...) -> (1, ...), the row of this rank
-    of_owner = [[leaf[:1] for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
-    own = [leaf for i, owner in enumerate(owners) if owner == rank for leaf in flat[i][0]]
-    # (W, ...) -> (1, ...) for each rank
-    sent = [[leaf[r : r + 1] for leaf in own] for r in range(size)]
-    return _by_item(_exchange(sent, of_owner, of_owner, axis, "all_to_all", "exchange"), flat, owners)
+    each = [*zip(flat, owners, holders or [range(size)] * len(items), strict=True)]
+    held = [(leaf[:1], owner) for (leaves, _), owner, some in each if rank in some for leaf in leaves]
+    # Forms of what arrives, and of all that are sent: (R, ...) -> (1, ...)
+    forms = _by_owner([leaf for leaf, _ in held], [owner for _, owner in held], size)
+    of_leaves = [(leaf[:1], owner) for (leaves, _), owner, _ in each for leaf in leaves]
+    every = _by_owner([leaf for leaf, _ in of_leaves], [owner for _, owner in of_leaves], size)
+    own = [(leaf, some) for (leaves, _), owner, some in each if owner == rank for leaf in leaves]
+    # (R, ...) -> (1, ...) for each rank that gets a row
+    places = [[(leaf, some.index(r)) for leaf, some in own if r in some] for r in range(size)]
+    sent = [[leaf[k : k + 1] for leaf, k in of_rank] for of_rank in places]
+    rest = [iter(leaves) for leaves in _exchange(sent, forms, every, axis, "all_to_all", "exchange")]
+    return [
+        tree.unflatten(structure, [next(rest[owner]) for _ in leaves]) if rank in some else None
+        for (leaves, structure), owner, some in each
+    ]
 
 
 def _by_owner(tensors: Sequence[Tensor], owners: Sequence[int], size: int) -> list[list[Tensor]]:

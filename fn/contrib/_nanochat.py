@@ -9,8 +9,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.arguments import check_interval, check_is_transform, check_whole
-from fn.base import check_state
+from fn.arguments import check_interval, check_is_transform, check_kind, check_whole
+from fn.base import check_state, missing
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
 from fn.roles import declare
@@ -19,6 +19,7 @@ from fn.transforms.average import agreed
 from fn.transforms.mask_and_partition import Labels, hidden_and_other
 from fn.transforms.muon import COEFFICIENTS, FACTORS
 from fn.transforms.owned import newton_schulz_costs
+from fn.transforms.unsharded import labelled
 
 __all__ = ["nanochat", "scale_by_nanochat"]
 
@@ -91,6 +92,15 @@ def scale_by_nanochat(
     Paper: class MuonAdamW of github karpathy/nanochat; Li et al., NorMuon (arXiv 2510.05491), for V.
     """
     check_interval("decay", decay, "[0, 1)")
+    return fn.chain(*_momentum(decay), _orthogonal(b2, ns_steps, dtype))
+
+
+def _momentum(decay: float) -> tuple[fn.Transform, fn.Transform]:
+    return fn.scale(1.0 - decay), fn.trace(decay, nesterov=True)
+
+
+def _orthogonal(b2: float, ns_steps: int, dtype: torch.dtype | None) -> fn.Transform:
+    """Return what is behind the momentum, which needs whole matrices."""
     check_interval("b2", b2, "[0, 1)")
     check_whole("ns_steps", ns_steps, 1)
     (a, b, c), *rest = COEFFICIENTS["polar_express"]
@@ -113,8 +123,25 @@ def scale_by_nanochat(
 
     whole = fn.Facts(whole=("scale_by_nanochat",), batched=True)
     rows = fn.stateless(lambda z, params: tree.map(equal_rows, z))._replace(facts=whole)
-    momentum = fn.scale(1.0 - decay), fn.trace(decay, nesterov=True)
-    return fn.chain(*momentum, rows, iterations, fn.lift(init, update)._replace(facts=whole))
+    return fn.chain(rows, iterations, fn.lift(init, update)._replace(facts=whole))
+
+
+def _by_factor(
+    kind_of: Tree, matrices: fn.Shards, shards: fn.Shards, weight_decay: float
+) -> tuple[dict[str, fn.Transform], Tree]:
+    """Return the decay of matrices that lie in pieces, by a label for each factor of the wholes, and the labels.
+
+    Raises: ValueError if shapes are not known, or of parts of matrices, each of which has a factor of its own.
+    """
+    if shards.shapes is None or matrices.labels is not None:
+        wanted, got = "fn.Shards with the shapes of whole matrices", "matrices in parts, or no shapes"
+        raise ValueError(expected("shards", wanted, got, "give labels without splits and num_heads"))
+    names, structure = tree.flatten(kind_of)
+    pairs = zip(names, shards.shapes, strict=True)
+    factors = [FACTORS["max"](*shape[-2:]) if name == "muon" else 0 for name, shape in pairs]
+    decay = fn.add_decayed_weights(weight_decay, cautious=True)
+    kinds = {f"muon, {f!r}": fn.chain(decay, fn.scale(f)) for f in {*factors} - {0}}
+    return kinds, tree.unflatten(structure, [f"muon, {f!r}" if f else "other" for f in factors])
 
 
 def nanochat(
@@ -125,6 +152,7 @@ def nanochat(
     *,
     axis: AxisNames | None = None,
     labels: Labels = None,
+    shards: fn.Shards | None = None,
     codec: fn.Codec | None = None,
     other: fn.Transform | None = None,
     other_rate: float = 1.0,
@@ -147,7 +175,10 @@ def nanochat(
         weight_decay: of matrices, where the update leads towards zero, too. nanochat lets it fall to 0.
         axis: the ranks that train together, as for `muon`; None for none.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`.
-        codec: how gradients travel to the owners, and updates back, in the compressed phase; None is exactly.
+        shards: how the params are divided, as for `muon`; `fn.Optimizer` gives it for DTensors. Momentum stays on the
+            shards, and matrices are brought together behind it.
+        codec: how gradients, or the momenta of shards, travel to the owners, and updates back, in the compressed phase;
+            None is exactly.
         other: what gives the direction of the others, a decay of theirs included; None: `scale_by_adam(0.8, 0.95,
             1e-10)`.
     Returns: a transform with a warm-up; with an axis also with a compressed phase, which is exact, too, if there is no
@@ -162,9 +193,18 @@ def nanochat(
     check_interval("other_rate", other_rate, "[0, inf)")
     other = fn.scale_by_adam(0.8, 0.95, 1e-10, await_gradient=axis is not None) if other is None else other
     check_is_transform("other", other)
-    if codec is not None and axis is None:
+    if codec is not None and axis is None and shards is None:
         raise ValueError("codec: is given where no tensors are owned; pass an axis")
     named = hidden_and_other(labels, {"hidden": "muon", "other": "other"})
+    if shards is not None:
+        check_kind("shards", shards, fn.Shards, "fn.Shards or None")
+        kind_of, shards_of = labelled(shards, named, labels)
+        iterated = fn.unsharded(_orthogonal(b2, ns_steps, dtype), shards_of("muon"), codec=codec, gather=codec)
+        links = {"muon": fn.chain(*_momentum(momentum), iterated), "other": other}
+        decays, rates = _by_factor(kind_of, shards_of("muon"), shards, weight_decay), fn.scale(other_rate)
+        ends = fn.partition({**decays[0], "other": rates}, decays[1]), fn.scale_by_learning_rate(lr)
+        tx = fn.chain(fn.unfrozen(fn.average(axis)), fn.partition(links, kind_of), *ends)
+        return agreed(fn.skip_nonfinite(tx._replace(local_update=missing(fn.Phase.LOCAL, "nanochat"))), axis)
     matrices = scale_by_nanochat(momentum, b2, ns_steps=ns_steps, dtype=dtype)
     directions: fn.Transform = fn.partition({"muon": matrices, "other": other}, named)
 

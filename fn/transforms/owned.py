@@ -285,13 +285,17 @@ def _newton_schulz_cost(shape: torch.Size, flatten: bool = True) -> int:
     return shape.numel() * min(*((shape[0], shape[1:].numel()) if flatten else shape[-2:]))
 
 
-def plan(params: Tree, world: int, cost: Costs = None, cut: Sequence[bool] | None = None) -> tuple[int, ...]:
+def plan(
+    params: Tree, world: int, cost: Costs = None, cut: Sequence[bool] | None = None,
+    among: Sequence[Sequence[int]] | None = None,
+) -> tuple[int, ...]:  # fmt: skip
     """Return the rank that owns each leaf, the same on all ranks, and of leaves that are cut each slice.
 
     Tensors of a shape and cost go to all ranks in turn. Those that are left over, fewer than there are ranks, go to the
     ranks that have least to do, the costliest shapes first.
 
     Args: params: whose shapes matter. world: the number of ranks. cost: as for `owned`. cut: see `Facts.in_slices`.
+        among: of each owned tensor or slice the ranks that may own it; None: all.
     Raises: ValueError or TypeError for costs that are no finite numbers of at least 0, one for each leaf.
     """
     leaves = tree.leaves(params)
@@ -303,8 +307,9 @@ def plan(params: Tree, world: int, cost: Costs = None, cut: Sequence[bool] | Non
         prices = [*map(_newton_schulz_cost, shapes)]
     else:
         prices = [price / n for price, n in zip(tree.leaves(_costs(params, cost)), counts, strict=True)]
-    each = zip(shapes, prices, counts, strict=True)
-    return _planned(tuple((shape, float(price)) for shape, price, n in each for _ in range(n)), world)
+    each = [(shape, float(price)) for shape, price, n in zip(shapes, prices, counts, strict=True) for _ in range(n)]
+    ranks = [range(world)] * len(each) if among is None else among
+    return _planned(tuple((*one, tuple(some)) for one, some in zip(each, ranks, strict=True)), world)
 
 
 def _costs(params: Tree, cost: Costs) -> Tree:
@@ -316,17 +321,15 @@ def _costs(params: Tree, cost: Costs) -> Tree:
 
 
 @cached_plan
-def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[int, ...]:
-    owners, loads = [0] * len(shapes), [0.0] * world  # loads: of what is left over; whole rounds load all ranks alike
+def _planned(shapes: tuple[tuple[torch.Size, float, tuple[int, ...]], ...], world: int) -> tuple[int, ...]:
+    owners, loads = [0] * len(shapes), [0.0] * world
     by_cost = sorted(tree.places_by(shapes).items(), key=lambda entry: -entry[0][1])
-    for (_, price), places in by_cost:
+    for (_, price, ranks), places in by_cost:
         # Dealt in turn: every owner has as many of a shape, and Newton-Schulz iterates them as one batch.
-        whole_rounds = len(places) // world * world
-        for j, i in enumerate(places[:whole_rounds]):
-            owners[i] = j % world
-        for i in places[whole_rounds:]:
+        whole_rounds = len(places) // len(ranks) * len(ranks)
+        for j, i in enumerate(places):
             # Of equal loads the lowest rank, so that all ranks make the same plan.
-            owners[i] = min(range(world), key=lambda r: (loads[r], r))
+            owners[i] = ranks[j % len(ranks)] if j < whole_rounds else min(ranks, key=lambda r: (loads[r], r))
             loads[owners[i]] += price or 1e-9  # what costs nothing is spread, too
     return tuple(owners)
 

@@ -20,7 +20,7 @@ travel padded to the same rows, as FSDP2 sends its own, and pieces of simulated 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,10 +161,13 @@ def unsharded(
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
         shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
         forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
-        stacks = facts.in_slices(tree.unflatten(structure, forms))
-        is_stack = [flag for flag, cut in zip(stacks, cuts, strict=True) if cut is not None]
-        divided = [form for form, cut in zip(forms, cuts, strict=True) if cut is not None]
-        return _layout(structure, cuts, stacks, iter(plan(divided, axis_size(axis), cost, is_stack)), axis)
+        made = _layout(structure, cuts, facts.in_slices(tree.unflatten(structure, forms)), axis)
+        # Owners are among those that have something of a tensor, for the others neither send nor get any of it.
+        holders = [cut.holders for cut in made.cuts if cut is not None]
+        divided = [i for i, cut in enumerate(made.of_leaves) if cut is not None]
+        stacks = [made.counts[i] > 0 for i in divided]
+        planned = iter(plan([forms[i] for i in divided], axis_size(axis), cost, stacks, holders))
+        return made._replace(owners=tuple(EVERY if cut is None else next(planned) for cut in made.cuts))
 
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
@@ -181,12 +184,13 @@ def unsharded(
         roles.check_same_params(state)
         worker, server = [], []
         for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
-            sends = cut is not None and not to_owner.exact
-            # errors of this rank's piece on its way there, (width,)
-            worker.append(to_owner.feedback.init(leaf.new_zeros(_width(cut, to_owner))) if cut and sends else ())
-            # errors of all W pieces on their way back: (W width,) at the owner, (0,) elsewhere
-            wide = leaf.new_zeros((axis_size(axis) * _width(cut, to_pieces)) * _is_here(owner, axis)) if cut else leaf
-            server.append(to_pieces.feedback.init(wide) if cut and not to_pieces.exact else ())
+            here: Any = cut if _travels(cut) else None
+            # errors of this rank's piece on its way there: (width,), of a rank that has none (0,)
+            wide = _width(here, to_owner) * _holds(here, axis) if here else 0
+            worker.append(to_owner.feedback.init(leaf.new_zeros(wide)) if here and not to_owner.exact else ())
+            # errors of all R pieces on their way back: (R width,) at the owner, (0,) elsewhere
+            wide = len(here.holders) * _width(here, to_pieces) * _is_here(owner, axis) if here else 0
+            server.append(to_pieces.feedback.init(leaf.new_zeros(wide)) if here and not to_pieces.exact else ())
         errors = ErrorFeedbackState(() if to_owner.exact else tuple(worker), () if to_pieces.exact else tuple(server))
         return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
 
@@ -260,11 +264,15 @@ def labelled(
 
 
 class _Cut(NamedTuple):
-    """How a tensor is divided. shape: of the whole. dim: in which it is cut. rows: of a piece, at most."""
+    """How a tensor is divided. shape: of the whole. dim: in which it is cut. rows: of a piece, at most.
+
+    holders: the ranks, R, that have pieces of it.
+    """
 
     shape: torch.Size
     dim: int
     rows: int
+    holders: Sequence[int]
 
     @property
     def rest(self) -> tuple[int, ...]:
@@ -277,7 +285,7 @@ class _Cut(NamedTuple):
         return self.rows * math.prod(self.rest)
 
     def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
-        """Return a tensor as (pieces, width), zeros behind its end; pieces: 1 for a piece, W for the whole."""
+        """Return a tensor as (pieces, width), zeros behind its end; pieces: 1 for a piece, R for the whole."""
         # (..., n, ...) -> (n, ...): the dimension that is divided comes first
         x = x.movedim(self.dim, 0)
         lacking = pieces * self.rows - x.shape[0]
@@ -295,17 +303,28 @@ class _Cut(NamedTuple):
         # (pieces rows, ...) -> (n, ...) -> (..., n, ...)
         return table[: shape[self.dim]].movedim(0, self.dim)
 
+    def slices(self) -> list[Cut]:
+        """Return how the slices of a stack are divided; one that lies on one rank is not cut."""
+        if self.dim == 0:
+            return [_BoxCut(self.shape[1:], Boxes((), ()), (k // self.rows,), 0) for k in range(self.shape[0])]
+        return [_Cut(self.shape[1:], self.dim - 1, self.rows, self.holders)] * self.shape[0]
+
+    def lie(self, rank: int) -> range | None:
+        """Return which slices lie on a rank; None where it has a piece of each."""
+        ends = (min(r * self.rows, self.shape[0]) for r in (rank, rank + 1))
+        return None if self.dim else range(*ends)
+
 
 class _BoxCut(NamedTuple):
-    """How a tensor is divided into boxes. shape: of the whole. dim: the boxes. Methods are those of `_Cut`."""
+    """How a tensor is divided into boxes. shape: of the whole. dim: the boxes. Methods are those of `_Cut`.
+
+    holders: the ranks whose boxes have elements. elements: how many a piece has, at most.
+    """
 
     shape: torch.Size
     dim: Boxes
-
-    @property
-    def elements(self) -> int:
-        """Return how many elements a piece has, at most."""
-        return max(map(math.prod, self.dim.sizes))
+    holders: tuple[int, ...]
+    elements: int
 
     def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
         """Return a tensor as (pieces, width), zeros behind the end of each row; pieces: as for `_Cut`."""
@@ -318,17 +337,52 @@ class _BoxCut(NamedTuple):
         if len(flat) == 1:
             return flat[0, : math.prod(shape)].reshape(shape)
         whole = flat.new_empty(self.shape)
-        for row, size, box in zip(flat, self.dim.sizes, self._boxes(whole), strict=True):
-            box.copy_(row[: box.numel()].reshape(size))  # (width,) -> (n_r, m_r)
+        for row, box in zip(flat, self._boxes(whole), strict=True):
+            box.copy_(row[: box.numel()].reshape(box.shape))  # (width,) -> (n_r, m_r)
         return whole
 
     def _boxes(self, x: Tensor) -> list[Tensor]:
-        """Return views of what each rank has of a whole tensor."""
-        places = zip(self.dim.starts, self.dim.sizes, strict=True)
+        """Return views of what each rank that has some of it has of a whole tensor."""
+        places = ((self.dim.starts[r], self.dim.sizes[r]) for r in self.holders)
         return [x[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))] for start, size in places]
+
+    def slices(self) -> list[_BoxCut]:
+        """Return how the slices of a stack are divided."""
+        return _box_slices(self.shape, self.dim)
+
+    def lie(self, rank: int) -> range:
+        """Return which slices lie on a rank."""
+        start = self.dim.starts[rank][0]
+        return range(start, start + self.dim.sizes[rank][0])
 
 
 Cut = _Cut | _BoxCut
+
+
+@cached_plan
+def _box_cut(shape: torch.Size, boxes: Boxes) -> _BoxCut:
+    holders = tuple(r for r, size in enumerate(boxes.sizes) if math.prod(size))
+    return _BoxCut(shape, boxes, holders, max(map(math.prod, boxes.sizes)))
+
+
+@cached_plan
+def _box_slices(shape: torch.Size, boxes: Boxes) -> list[_BoxCut]:
+    made = []
+    for k in range(shape[0]):
+        has = [i[0] <= k < i[0] + n[0] for i, n in zip(*boxes, strict=True)]
+        sizes = (n[1:] if here else (0, *n[2:]) for here, n in zip(has, boxes.sizes, strict=True))
+        made.append(_box_cut(shape[1:], Boxes(tuple(start[1:] for start in boxes.starts), tuple(sizes))))
+    return made
+
+
+def _travels(cut: Cut | None) -> bool:
+    """Return whether several ranks have pieces. What one of them has whole stays there, as what all have does."""
+    return cut is not None and len(cut.holders) > 1
+
+
+def _holds(cut: Cut, axis: str) -> bool:
+    """Return whether this rank has a piece; all simulated ranks do."""
+    return axes.is_simulated(axis) or axes.own_rank(axis) in cut.holders
 
 
 def _width(cut: Cut, hop: Hop) -> int:
@@ -344,12 +398,14 @@ def _codec(cut: Cut, hop: Hop, rows: int) -> Codec:
 class _Layout(NamedTuple):
     """How pieces travel. Of stacks whose slices have owners, cuts and owners have an entry for each slice.
 
-    counts: of each leaf, how many slices it has; 0: it is in none. lie: of each leaf, which slices lie here; None where
-    this rank has a piece of each. outer, inner: the structures of the pieces, and of what the inner transform sees.
+    of_leaves: how each leaf is divided. counts: of each, how many slices it has; 0: it is in none. lie: of each, which
+    slices lie here; None where this rank has a piece of each. outer, inner: the structures of the pieces, and of what
+    the inner transform sees.
     """
 
     cuts: list[Cut | None]
     owners: tuple[int, ...]
+    of_leaves: list[Cut | None]
     counts: list[int]
     lie: list[range | None]
     outer: Any
@@ -375,34 +431,21 @@ class _Layout(NamedTuple):
         return tree.unflatten(self.outer, made)
 
 
-def _layout(
-    structure: Any, cuts: Sequence[Cut | None], stacks: Sequence[bool], planned: Iterator[int], axis: str
-) -> _Layout:
-    """Return how leaves travel.
-
-    Args: stacks: which leaves are stacks. planned: the owners of what is divided, of stacks those of each slice.
-    """
-    made = _Layout([], (), [], [], structure, None)
-    owners: list[int] = []
-    here = None if axes.resolve(axis).transport == axes.SIMULATED else axes.own_rank(axis)
+def _layout(structure: Any, cuts: Sequence[Cut | None], stacks: Sequence[bool], axis: str) -> _Layout:
+    """Return how leaves travel, without their owners. Args: stacks: which leaves are stacks."""
+    made = _Layout([], (), [], [], [], structure, None)
     for cut, is_stack in zip(cuts, stacks, strict=True):
-        count = cut.shape[0] if isinstance(cut, _Cut) and is_stack else 0
-        of_leaf = [next(planned) for _ in range(max(1, count))] if cut is not None else [EVERY]
         of_slices, lie = [cut], None
-        if isinstance(cut, _Cut) and count and cut.dim == 0:
-            of_leaf, of_slices = [k // cut.rows for k in range(count)], [None] * count
-            if here is None:  # simulated ranks have as many slices each, and none of others
-                of_leaf, of_slices, count = [EVERY], [None], 0
-            else:
-                lie = range(min(here * cut.rows, count), min((here + 1) * cut.rows, count))
-        elif isinstance(cut, _Cut) and count:
-            of_slices = [_Cut(cut.shape[1:], cut.dim - 1, cut.rows)] * count
+        if cut is not None and is_stack and not axes.is_simulated(axis):
+            of_slices, lie = [*cut.slices()], cut.lie(axes.own_rank(axis))
+        elif is_stack and isinstance(cut, _Cut):  # simulated ranks have as many slices each, and none of others
+            of_slices = [None] if cut.dim == 0 else [*cut.slices()]
+        made.counts.append(len(of_slices) if is_stack and cut is not None and len(of_slices) > 1 else 0)
+        made.of_leaves.append(cut if of_slices != [None] else None)
         made.cuts.extend(of_slices)
-        made.counts.append(count)
         made.lie.append(lie)
-        owners += of_leaf
     seen = tree.unflatten(structure, [tree.Slices((0,) * n) if n else 0 for n in made.counts])
-    return made._replace(owners=tuple(owners), inner=tree.flatten(seen)[1])
+    return made._replace(inner=tree.flatten(seen)[1])
 
 
 @cached_plan
@@ -426,12 +469,12 @@ def _cuts(shards: Shards, axis: str, leaves: Sequence[Tensor]) -> list[Cut | Non
         if isinstance(dim, Boxes) and transport == axes.ALONE:
             dim = 0  # the only rank has all of its rows
         if isinstance(dim, Boxes):
-            cuts.append(_BoxCut(torch.Size(shape), dim))
+            cuts.append(_box_cut(torch.Size(shape), dim))
             if leaf.shape != dim.sizes[here or 0]:
                 wanted = f"tensor {i} to be {dim.sizes[here or 0]}, this rank's piece of {tuple(shape)}"
                 raise ValueError(expected("updates", wanted, f"{tuple(leaf.shape)}"))
             continue
-        cut = None if dim is None else _Cut(torch.Size(shape), dim, -(-shape[dim] // world))
+        cut = None if dim is None else _Cut(torch.Size(shape), dim, -(-shape[dim] // world), range(world))
         piece = list(shape)
         if cut is not None:
             # Simulated ranks have equal shapes, so their last piece is padded; of real ranks it is shorter, or empty.
@@ -441,6 +484,10 @@ def _cuts(shards: Shards, axis: str, leaves: Sequence[Tensor]) -> list[Cut | Non
             raise ValueError(expected("updates", wanted, f"{tuple(leaf.shape)}"))
         cuts.append(cut)
     return cuts
+
+
+def _holders(cuts: Sequence[Cut | None], places: Sequence[int]) -> list[Sequence[int]]:
+    return [cut.holders for cut in (cuts[i] for i in places) if cut is not None]
 
 
 def _is_here(owner: int, axis: str) -> bool:
@@ -454,10 +501,15 @@ def _gathered(
     """Bring whole tensors to their owners; those of others have no elements. Return the next errors, too."""
     # A tensor that is not divided stays in its place: every rank has it, and takes its step.
     items, after, wholes = [], [*errors], [*leaves]
-    places = [i for i, cut in enumerate(cuts) if cut is not None]
+    places = [i for i, cut in enumerate(cuts) if _travels(cut)]
     for i in places:
         cut: Any = cuts[i]
-        piece = cut.flat(leaves[i], 1, _width(cut, hop))  # (1, width)
+        width = _width(cut, hop)
+        if not _holds(cut, hop.axis):
+            codec = None if hop.exact else _codec(cut, hop, 1)
+            items.append(form_of(codec, 1, width, leaves[i].dtype, leaves[i].device))  # not sent
+            continue
+        piece = cut.flat(leaves[i], 1, width)  # (1, width)
         if hop.exact:
             items.append(piece)
             continue
@@ -465,14 +517,15 @@ def _gathered(
         check_vector(piece.view(-1), errors[i], hop.codec.align, "updates")
         payload, after[i] = encode(_codec(cut, hop, 1), hop.feedback, piece, errors[i])
         items.append(payload)
-    for i, rows in zip(places, to_owners(items, [owners[i] for i in places], hop.axis), strict=True):
+    ends = [owners[i] for i in places], hop.axis
+    for i, rows in zip(places, to_owners(items, *ends, holders=_holders(cuts, places)), strict=True):
         cut = cuts[i]
         if rows is None:
             # (n, ...) -> (0, ...): it stays a matrix, as which an inner link may check it
             wholes[i] = leaves[i].new_empty((0, *cut.shape[1:]))
             continue
-        flat = rows if hop.exact else _codec(cut, hop, axis_size(hop.axis)).decode(rows)  # (W, width), of all ranks
-        # (W, width) -> (n, ...); decoded codes may be wider than what was sent
+        flat = rows if hop.exact else _codec(cut, hop, len(cut.holders)).decode(rows)  # (R, width), of R ranks
+        # (R, width) -> (n, ...); decoded codes may be wider than what was sent
         wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape)
     return wholes, () if hop.exact else tuple(after)
 
@@ -482,27 +535,32 @@ def _divided(
     errors: Sequence[Tree],
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:  # fmt: skip
     """Bring pieces of updates to the ranks that have them. Return the next errors, too. leaves: for their shapes."""
-    world, items, after, pieces = axis_size(hop.axis), [], [*errors], [*moves]
-    places = [i for i, cut in enumerate(cuts) if cut is not None]
+    items, after, places = [], [*errors], [i for i, cut in enumerate(cuts) if _travels(cut)]
+    # of what a rank has nothing of, nothing: of another shape than what the owner's transform made for it
+    pairs = zip(moves, leaves, cuts, strict=True)
+    pieces = [x if cut is None or _holds(cut, hop.axis) else x.new_empty(leaf.shape) for x, leaf, cut in pairs]
     for i in places:
         cut: Any = cuts[i]
-        width = _width(cut, hop)
-        codec = None if hop.exact else _codec(cut, hop, world)
+        width, ranks = _width(cut, hop), len(cut.holders)
+        codec = None if hop.exact else _codec(cut, hop, ranks)
         if not _is_here(owners[i], hop.axis):
             # of another owner's tensor: as long as the row that arrives
-            items.append(form_of(codec, world, width, moves[i].dtype, moves[i].device))
+            items.append(form_of(codec, ranks, width, moves[i].dtype, moves[i].device))
             continue
-        table = cut.flat(moves[i], world, width)  # (W, width), a row for each rank
+        table = cut.flat(moves[i], ranks, width)  # (R, width), a row for each rank that has some of it
         if codec is None:
             items.append(table)
             continue
-        # (W, width) -> (W width,), as the errors lie
+        # (R, width) -> (R width,), as the errors lie
         check_vector(table.view(-1), errors[i], hop.codec.align, "updates")
         # Not as a worker: these are results that an owner passes on, and profiles count what codes lose of gradients.
         payload, after[i] = encode(codec, hop.feedback, table, errors[i], worker=False)
         items.append(payload)
-    for i, row in zip(places, rows_from_owners(items, [owners[i] for i in places], hop.axis), strict=True):
+    ends = [owners[i] for i in places], hop.axis
+    for i, row in zip(places, rows_from_owners(items, *ends, holders=_holders(cuts, places)), strict=True):
         cut = cuts[i]
+        if row is None:
+            continue
         flat = row if hop.exact else _codec(cut, hop, 1).decode(row)  # (1, width)
         # (1, width) -> (n / W, ...), this rank's piece
         pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape)

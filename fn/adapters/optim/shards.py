@@ -113,7 +113,7 @@ def division_of(params: Sequence[Tensor]) -> Division | None:
     A tensor that is divided over several axes of its mesh is divided over the ranks of all of them, which torch makes a
     group of: every rank comes here when the optimizer is made.
 
-    Raises: ValueError if a DTensor is cut along several mesh axes that have no names, or is no matrix.
+    Raises: ValueError if a DTensor is cut along several mesh axes that have no names.
     """
     dims, names, groups, meshes = list[int | Boxes | None](), list[str](), dict[str, dist.ProcessGroup](), set[str]()
     for i, p in enumerate(params):
@@ -125,9 +125,10 @@ def division_of(params: Sequence[Tensor]) -> Division | None:
         cuts = [j for j, q in enumerate(placements) if not q.is_replicate()]
         if len(cuts) == 1:
             dims[-1] = placements[cuts[0]].dim  # type: ignore[attr-defined]
-        elif cuts and (p.ndim > 2 or not by_name):
-            wanted = f"parameter {i} to be a matrix or a vector on a mesh with names of its axes"
-            raise ValueError(expected("params", wanted, f"the shape {tuple(p.shape)} and the mesh {mesh}"))
+        elif cuts and not by_name:
+            wanted = f"parameter {i} to be on a mesh with names of its axes"
+            cure = "give init_device_mesh mesh_dim_names"
+            raise ValueError(expected("params", wanted, f"the mesh {mesh}", cure))
         if cuts:
             names[-1], group = ranks_of(mesh, cuts)
             if groups.setdefault(names[-1], group).group_name != group.group_name:

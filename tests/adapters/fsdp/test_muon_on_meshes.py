@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run
+from ranks import Cases, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import fn
+from fn import tree
 from fn.contrib import lion_muon
 
 STEPS = 5
@@ -35,6 +38,12 @@ PLACEMENTS: dict[str, list[tuple[Any, Any]]] = {
 }  # fmt: skip
 """Of each tensor, over two axes."""
 
+STACKS = [(5, 4, 6), (3, 7, 5), (2, 5, 6), (3, 4, 5), (1, 6, 4), (4, 3, 3), (6, 7), (3, 4, 3)]
+"""Experts of a layer, as stacks of matrices, and a matrix and a vector's worth of others beside them."""
+OF_STACKS: list[Any] = [(ROWS, COLUMNS), (ROWS, Shard(2)), (COLUMNS, Shard(2)), (ROWS, ROWS), (ROWS, COLUMNS),
+                        (_StridedShard(1, split_factor=2), COLUMNS), (ROWS, COLUMNS), (WHOLE, Shard(2))]  # fmt: skip
+"""Experts over the first axis and their matrices over the second, and others; some ranks have none."""
+
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "muon": (fn.muon, {}),
     "normuon": (fn.normuon, {}),
@@ -42,9 +51,12 @@ METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def tensors(seed: int) -> list[Tensor]:
+case = Cases(4)
+
+
+def tensors(seed: int, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def labels() -> list[str]:
@@ -61,12 +73,13 @@ def placed(x: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def trained(make: Any, place: Any, **more: Any) -> fn.Optimizer:
+def trained(make: Any, place: Any, shapes: Any = SHAPES, **more: Any) -> fn.Optimizer:
     """Train by given gradients. Args: place: makes a DTensor of each."""
-    params = [torch.nn.Parameter(place(i, x)) for i, x in enumerate(tensors(0))]
-    opt = fn.Optimizer(params, partial(make, labels=labels()), lr=0.05, **more)
+    params = [torch.nn.Parameter(place(i, x)) for i, x in enumerate(tensors(0, shapes))]
+    kinds = labels() if shapes is SHAPES else ["hidden"] * len(shapes)
+    opt = fn.Optimizer(params, partial(make, labels=kinds), lr=0.05, **more)
     for step in range(STEPS):
-        for i, (p, g) in enumerate(zip(params, tensors(step + 1), strict=True)):
+        for i, (p, g) in enumerate(zip(params, tensors(step + 1, shapes), strict=True)):
             p.grad = place(i, g)
         opt.step()
     return opt
@@ -77,6 +90,7 @@ def whole(opt: fn.Optimizer) -> list[Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
 
 
+@case
 def on_meshes() -> dict[Any, float]:
     mesh: DeviceMesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     found = {}
@@ -86,14 +100,20 @@ def on_meshes() -> dict[Any, float]:
             opt = trained(make, lambda i, x, of=placements: placed(x, mesh, of[i]), **more)
             pairs = zip(whole(opt), alone, strict=True)
             found[where, name] = max(float((a - b).abs().max()) for a, b in pairs)
+        found["stacks", name] = 0.0
+        for shapes in (STACKS, STACKS[:2]):
+            opt = trained(make, lambda i, x: placed(x, mesh, OF_STACKS[i]), shapes, **more)
+            away = far(whole(opt), whole(trained(make, lambda i, x: x, shapes, **more)))
+            found["stacks", name] = max(away, found["stacks", name])
     return found
 
 
 def test_steps_on_a_mesh_are_those_of_one_process() -> None:
-    for found in run(4, on_meshes):
+    for found in case.answer("on_meshes"):
         assert found == dict.fromkeys(found, pytest.approx(0, abs=1e-6))
 
 
+@case
 def clipped_norms() -> dict[str, Any]:
     """Clip by `max_norm`, of AdamW's elements and Muon's matrices, and by torch's function of whole tensors."""
     mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), {}
@@ -122,7 +142,7 @@ def clipped_norms() -> dict[str, Any]:
 
 
 def test_max_norm_on_a_mesh_is_that_of_whole_tensors_and_a_nan_on_one_rank_skips_on_all() -> None:
-    for found in run(4, clipped_norms):
+    for found in case.answer("clipped_norms"):
         for (name, where), (apart, still, skipped) in found.items():
             assert apart <= 1e-6
             # of AdamW's elements whoever shares the norm hears of it; replicas have one gradient, and ask nobody
@@ -164,6 +184,7 @@ def in_pieces(boxes: list[list[tuple[slice, ...]]], steps: int) -> list[Tensor]:
     return params
 
 
+@case
 def muon_in_int8() -> float:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     placements, boxes = PLACEMENTS["FSDP2 x TP"][:7], []
@@ -187,7 +208,56 @@ def muon_in_int8() -> float:
 
 
 def test_in_int8_the_steps_are_those_of_whole_tensors_whose_pieces_are_encoded_alike() -> None:
-    assert max(run(4, muon_in_int8)) <= 1e-6
+    assert max(case.answer("muon_in_int8")) <= 1e-6
+
+
+EVEN: dict[str, tuple[int, tuple[int, ...], Any]] = {
+    "matrices": (4, (16, 32), (ROWS, COLUMNS)),
+    "experts, each over two ranks": (2, (4, 16, 32), (ROWS, Shard(2))),
+    "experts, each over four ranks": (2, (4, 16, 32), (COLUMNS, Shard(2))),
+    "experts over all ranks": (2, (8, 16, 32), (ROWS, ROWS)),
+}
+"""How many tensors, their shape, and how they are divided."""
+
+
+@case
+def bytes_of_a_step() -> dict[Any, Any]:
+    """Return what a rank sends in a step, in how many messages, and the bytes of its pieces as they travel."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), {}
+    for where, (count, shape, placements) in EVEN.items():
+        for name, codec in {"exact": None, "int8": fn.int8()}.items():
+            params = [nn.Parameter(placed(x.float(), mesh, placements)) for x in tensors(0, [shape] * count)]
+            more = {"schedule": fn.freeze_after(0)} if codec else {}
+            opt = fn.Optimizer(params, partial(fn.muon, codec=codec, labels=["hidden"] * count), lr=0.05, **more)
+            for p, g in zip(params, tensors(1, [shape] * count), strict=True):
+                p.grad = placed(g.float(), mesh, placements)
+            with fn.ledger() as book:
+                opt.step()
+            over, pieces = ("fsdp_tp", "all_to_all"), [x for p in params for x in slices_of(p.to_local())]
+            wide = sum(width(codec, x.numel()) for x in pieces)
+            found[where, name] = book.sent.get(over, 0), book.messages.get(over, 0), wide
+    return found
+
+
+def slices_of(piece: Tensor) -> list[Tensor]:
+    return [piece] if piece.ndim == 2 else [*piece]
+
+
+def width(codec: fn.Codec | None, numel: int) -> int:
+    """Return the bytes of numbers, padded to whole blocks of a codec, that travel by themselves."""
+    if codec is None:
+        return 4 * numel
+    return sum(x.nbytes for x in tree.leaves(codec.encode(torch.zeros(1, -(-numel // codec.align) * codec.align))))
+
+
+def test_a_rank_sends_the_bytes_of_its_pieces_there_and_back_in_a_message_each() -> None:
+    """Of R ranks that share a matrix each sends (1 - 1/R) of them each way; a matrix of one rank is not sent."""
+    ranks = {"matrices": 4, "experts, each over two ranks": 2, "experts, each over four ranks": 4}
+    for found in case.answer("bytes_of_a_step"):
+        for (where, name), (sent, messages, pieces) in found.items():
+            share = 1 - 1 / ranks.get(where, 1)
+            assert sent == pytest.approx(2 * share * pieces, rel=0.05), (where, name)
+            assert messages == 2 or not share
 
 
 class Net(nn.Module):
@@ -238,8 +308,18 @@ def everything(model: nn.Module, opt: fn.Optimizer) -> dict[str, Tensor]:
     return {k: x for k, x in whole.items() if "owners" not in k}
 
 
-def trained_on_fsdp_and_tp(folder: str) -> dict[str, Any]:
+@case
+def trained_on_fsdp_and_tp() -> dict[str, Any]:
     """Train on 2 x 2, as one process does; save, go on, and load on 4 ranks of FSDP2 alone."""
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        found = saved_and_loaded(folders[0])
+        dist.barrier()
+    return found
+
+
+def saved_and_loaded(folder: str) -> dict[str, Any]:
     model, opt = on((2, 2))
     kinds = {str(p.placements) for p in model.parameters()}
     found: dict[str, Any] = {"interleaved": any("Strided" in kind for kind in kinds)}
@@ -264,8 +344,8 @@ def far(a: list[Tensor], b: list[Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
 
 
-def test_a_model_on_fsdp2_and_tensor_parallelism_trains_as_in_one_process_and_goes_on_without_it(tmp_path) -> None:
-    for found in run(4, trained_on_fsdp_and_tp, str(tmp_path)):
+def test_a_model_on_fsdp2_and_tensor_parallelism_trains_as_in_one_process_and_goes_on_without_it() -> None:
+    for found in case.answer("trained_on_fsdp_and_tp"):
         assert found["interleaved"]
         assert found["from one process"] <= 1e-6
         assert found["loaded otherwise"] == []
