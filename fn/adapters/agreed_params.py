@@ -22,9 +22,10 @@ from torch.nn.parameter import is_lazy
 
 from fn import roles, tree
 from fn.adapters.holders import roots_of
-from fn.adapters.optim.core import Core, Unit, device_of, versions_of
+from fn.adapters.optim.core import Core, device_of, versions_of
 from fn.adapters.optim.hooks.agree import compare_on_axes
 from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.units import Unit
 from fn.collectives.agreement import check_agreement, checksum, gather_values
 from fn.collectives.axis import bind_alone
 from fn.collectives.primitives import pmean

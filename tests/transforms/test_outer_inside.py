@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, Round, tree
 from fn.adapters import checkpoint
-from fn.adapters.optim.hooks import agree
+from fn.adapters.optim import exchange_header
 
 SHAPES = {"a": (4, 3), "b": (4, 3), "c": (3, 5)}
 ISLANDS, RANKS, STEPS, LR, OUTER_LR, MU = 2, 2, 12, 0.05, 0.7, 0.9
@@ -206,7 +206,7 @@ def of_the_optimizer() -> dict[str, Any]:
     for name in INNER:
         params, opt = build(name)
         books = []
-        with mock.patch.object(agree, "header", wraps=agree.header) as gather:
+        with mock.patch.object(exchange_header, "header", wraps=exchange_header.header) as gather:
             for step in range(STEPS):
                 give(params, step)
                 with fn.ledger() as sent:

@@ -28,9 +28,9 @@ from fn import tree
 from fn.adapters.deepspeed import transforms as numerics
 from fn.adapters.deepspeed.checkpoint import load_checkpoint
 from fn.adapters.donate import write_back
-from fn.adapters.optim.core import Unit
 from fn.adapters.optim.groups import hyper_parameters
 from fn.adapters.optim.optimizer import Optimizer, Params
+from fn.adapters.optim.units import Unit
 from fn.arguments import checked
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind

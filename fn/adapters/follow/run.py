@@ -54,6 +54,8 @@ def phase_from(text: str) -> Phase | Round:
 def numbers_of(optimizer: Optimizer) -> dict[str, JSON]:
     """Return what a step reads of the groups: their parameters, by name or number, and the rest that JSON can say."""
     found: dict[str, JSON] = {}
+    with optimizer.binding:
+        knows = knows_gradients(optimizer)
     for g, group in enumerate(optimizer.param_groups):
         found[f"groups.{g}.params"] = [*names_of(group)] if "param_names" in group else len(group["params"])
         for name, x in group.items():
@@ -63,7 +65,7 @@ def numbers_of(optimizer: Optimizer) -> dict[str, JSON]:
         if frozen := [i for i, p in enumerate(group["params"]) if not p.requires_grad]:
             found[f"groups.{g}.frozen"] = [*frozen]
         rests = [i for i, p in enumerate(group["params"]) if p.grad is None]
-        if rests and knows_gradients(optimizer):
+        if rests and knows:
             found[f"groups.{g}.rests"] = [*rests]
     return found
 

@@ -10,27 +10,25 @@ a step late   where the mean is exact, by its norm when it has arrived; else bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.shards import squared_norm
+from fn.adapters.optim.units import Units
 from fn.base import Phase, Round, Transform, chain
 from fn.collectives import following
 from fn.collectives.axis import AxisNames, Binding, bind_alone
 from fn.transforms.average import average
 from fn.transforms.clip import clip_by
 
-if TYPE_CHECKING:
-    from fn.adapters.optim.core import Core
-
 Tree = Any
 Grads = list[list[Tensor]]
 
 
-def clip(core: Core, phase: Phase | Round, grads: Grads) -> tuple[Grads, Binding]:
+def clip(core: Units, phase: Phase | Round, grads: Grads) -> tuple[Grads, Binding]:
     """Clip the gradients of a step; return them, and the axes over which units have yet to average them."""
     states = [unit.state for unit in core.units]
     if core.max_norm is None or (isinstance(phase, Round) and roles.find(states, "taken")):  # kept ones come late
@@ -46,7 +44,7 @@ def clip(core: Core, phase: Phase | Round, grads: Grads) -> tuple[Grads, Binding
     return grads, Binding({**core.binding.axes, **bind_alone(core.axes).axes})
 
 
-def clip_late(core: Core, states: list[Tree], role: str) -> list[Tree]:
+def clip_late(core: Units, states: list[Tree], role: str) -> list[Tree]:
     """Return states whose late gradients are clipped. Args: role: "taken", not sent yet, or "mean", arrived."""
     found = tuple(roles.find(states, role))
     if core.max_norm is None or not found or (role == "taken" and roles.find(states, "mean")):
@@ -60,7 +58,7 @@ def clip_late(core: Core, states: list[Tree], role: str) -> list[Tree]:
     return roles.replace(after, "missing", lambda flag: flag | lost) if role == "mean" else after
 
 
-def _clip_by(core: Core, max_norm: float) -> Transform:
+def _clip_by(core: Units, max_norm: float) -> Transform:
     # Of units: torch appends a group that is added before a mean that is on its way has landed.
     params = [group["params"] for unit in core.units for group in unit.groups]
     return clip_by(max_norm, _name_of(core.axes), lambda grads: squared_norm(grads, params))

@@ -11,9 +11,8 @@ torch's own hooks, `register_step_pre_hook` and `register_step_post_hook`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from operator import is_
@@ -28,7 +27,8 @@ from fn.adapters.optim.exchange_header import LOCAL_STEP_TAKEN, announce
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.resting import hold
 from fn.adapters.optim.shards import pieces, placed
-from fn.base import Exchange, Guarded, NewParams, Phase, Round, Transform, UpdateFn, facts_of
+from fn.adapters.optim.units import Flight, Unit, Units
+from fn.base import Exchange, Guarded, NewParams, Phase, Round, UpdateFn, facts_of
 from fn.collectives import following
 from fn.collectives.agreement import true_on_all
 from fn.collectives.axis import Binding, in_turn
@@ -43,7 +43,6 @@ from fn.inplace.memory import aside, check_apart, copy_into, copy_plan, move
 from fn.inplace.protocol import InPlace, Staged, on_host, wait_for_flags
 from fn.kernels import flags
 from fn.schedules import Schedule, phase_of
-from fn.transforms.residuals import Residuals
 
 Tree = Any
 Grads = list[list[Tensor]]
@@ -52,78 +51,7 @@ Grads = list[list[Tensor]]
 logger = logging.getLogger("fn")
 
 
-@dataclass(eq=False)
-class Unit:
-    """Param groups that are staged together.
-
-    transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
-    learning rates, 0-d, which are filled in place. hyper: its other hyper-parameters. spans: whether its trees are
-    tuples of lists, one for each group, or the list of a single one. state: live buffers. has_copies: whether it
-    has `copies`. versions: of the params, as fn left them; [] where that is not known. given: the parameters and
-    names of each group, for which its state is made. places: the number of the parameter that each leaf of the state
-    belongs to, or None; [] until somebody asks. parts: of each leaf, if it is a vector with parts of several, the
-    number of each and what finds its part. divided: the numbers of the parameters that each state of shards divides.
-    residuals: (which `ErrorFeedbackState` of the state, how it is laid out, the numbers of its parameters).
-    """
-
-    transform: Transform
-    groups: list[dict[str, Any]]
-    rates: list[Tensor]
-    hyper: dict[str, Any] = field(default_factory=dict)
-    spans: bool = False
-    state: Tree = ()
-    has_copies: bool = False
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    given: list[dict[str, Any]] = field(default_factory=list)
-    places: list[int | None] = field(default_factory=list)
-    parts: list[list[tuple[int, Callable[[Tensor], Tensor]]]] = field(default_factory=list)
-    divided: list[list[int]] = field(default_factory=list)
-    residuals: list[tuple[int, Residuals, list[int]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.given:
-            # Lists of its own: a script may write into those of the groups.
-            self.given = [{"params": [*g["params"]], "param_names": [*names_of(g)]} for g in self.groups]
-
-    @property
-    def params(self) -> Tree:
-        """Return the tensors that the transform steps: of a DTensor this rank's piece."""
-        return self.tree_of([pieces(group["params"]) for group in self.given])
-
-    @property
-    def members(self) -> list[Tensor]:
-        """Return the parameters of its groups, DTensors as they are."""
-        return [p for group in self.given for p in group["params"]]
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of its parameters."""
-        return [name for group in self.given for name in names_of(group)]
-
-    @property
-    def copies(self) -> list[list[Tensor]]:
-        """Return the copies of all params in its state, such as an anchor; those of shards are none."""
-        found, shapes = roles.find(self.state, "copies"), [p.shape for p in tree.leaves(self.params)]
-        return [copy for copy in map(tree.leaves, found) if [x.shape for x in copy] == shapes]
-
-    def tree_of(self, lists: Sequence[list[Tensor]]) -> Tree:
-        """Return lists, one for each of its groups, as the tree that its transform takes."""
-        return tuple(lists) if self.spans else lists[0]
-
-
-class Flight(NamedTuple):
-    """A mean on its way.
-
-    number: of its exchange. changed: the leaves that it changes, {place among the leaves of all states: new tensor};
-    read it when `wait` has waited for it.
-    """
-
-    number: int
-    changed: dict[int, Tensor]
-    wait: Callable[[], None]
-
-
-class Core(torch.optim.Optimizer):
+class Core(Units):
     """Step units by their transforms: `fn.Optimizer` without what watches it.
 
     Args:
@@ -132,12 +60,6 @@ class Core(torch.optim.Optimizer):
         binding: the axes that are bound in a step. axes: those of them over which the transforms communicate.
         max_norm: the norm to which gradients are clipped; None: they are not.
     """
-
-    islands = ""
-    """An axis whose ranks come and go: they are bound in exchanges only."""
-
-    log: following.Log | None = None
-    """What all ranks get alike in a step, where somebody follows this run or this replays one."""
 
     _step_supports_amp_scaling = True  # a GradScaler then always calls step, also on the rank that saw an Inf
 
@@ -244,26 +166,10 @@ class Core(torch.optim.Optimizer):
         return following.at(self.log, (index, part if number is None else f"{part} {number}"), axes)
 
     @property
-    def resting(self) -> list[str]:
-        """Return the names of the parameters whose `requires_grad` is switched off, with their groups."""
-        return [
-            f"parameter {name} in group {g}"
-            for g, group in enumerate(self.param_groups)
-            for name, p in zip(names_of(group), group["params"], strict=True)
-            if not p.requires_grad
-        ]
-
-    @property
     def states(self) -> tuple[Tree, ...]:
         """Return the state of each unit, live buffers, when the means that are on their way have come."""
         land(self)
         return tuple(unit.state for unit in self.units)
-
-    @property
-    def exchange_axes(self) -> tuple[str, ...]:
-        """Return the axes over which an exchange averages: not those whose ranks take local steps together."""
-        inside = {axis for unit in self.units for axis in facts_of(unit.transform).inside}
-        return tuple(axis for axis in self.axes if axis not in inside)
 
     @property
     def wires(self) -> dict[str, str]:

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import torch
 
+from fn.adapters.optim.units import Units
 from fn.collectives.agreement import EXCHANGE, Difference, check_calls, device_of, differences, gather_values, header
 from fn.collectives.axis import axis_size, current_binding
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree
 from fn.kernels import flags
 
-if TYPE_CHECKING:
-    from fn.adapters.optim.core import Core
-
 LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
 
 
-def announce(core: Core, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
+def announce(core: Units, number: int, steps: int, resting: Sequence[str]) -> Callable[[], None]:
     """Tell the other ranks which exchange follows; return a function that waits for theirs, and compares.
 
     A message does not name its content: if a rank's schedule ran a fragment ahead, or one had left out an exchange,

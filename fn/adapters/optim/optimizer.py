@@ -16,7 +16,6 @@ from fn.adapters.optim.core import (
     TORN,
     Core,
     Grads,
-    Unit,
     count_of,
     device_of,
     follow_members,
@@ -36,6 +35,7 @@ from fn.adapters.optim.shards import (
     pieces,
 )
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
+from fn.adapters.optim.units import Unit
 from fn.arguments import check_flag, check_is_transform
 from fn.base import Guarded, Phase, Round, Transform, facts_of, has_phase
 from fn.collectives import agreement

@@ -7,13 +7,14 @@ to it. A tensor whose gradient is missing on some ranks only has one of zero the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.units import Unit, Units
 from fn.base import facts_of
 from fn.collectives.axis import axis_size, bind_alone, names
 from fn.collectives.compressed import ErrorFeedbackState
@@ -21,13 +22,10 @@ from fn.roles import OWN, SAME, SHARD
 from fn.transforms.residuals import Residuals, residuals
 from fn.transforms.sharded import divisions
 
-if TYPE_CHECKING:
-    from fn.adapters.optim.core import Core, Unit
-
 Tree = Any
 
 
-def hold(core: Core, *, exchange: bool = False) -> Callable[[], None]:
+def hold(core: Units, *, exchange: bool = False) -> Callable[[], None]:
     """Return a function that gives params that rest their numbers back behind a step, and what a state has of them.
 
     Args: exchange: whether it is an exchange, in place of a step that moves moments.
@@ -48,14 +46,14 @@ def hold(core: Core, *, exchange: bool = False) -> Callable[[], None]:
     return put_back
 
 
-def knows_gradients(core: Core) -> bool:
+def knows_gradients(core: Units) -> bool:
     """Return whether no other rank adds to a gradient: this rank is alone, as bound now, or somebody else averages."""
     facts = [facts_of(unit.transform) for unit in core.units]
     sends = any(one.silent or one.axes for one in facts)
     return not sends or all(axis_size(axis) == 1 for axis in core.axes)
 
 
-def at_rest(core: Core, unit: Unit, rests: Sequence[bool], *, moves_moments: bool) -> Callable[[], None]:
+def at_rest(core: Units, unit: Unit, rests: Sequence[bool], *, moves_moments: bool) -> Callable[[], None]:
     """Return a function that gives params that rest their numbers back behind a step, and what a state has of them.
 
     Where moments are bias-corrected, the step counts as one that these tensors sat out.
@@ -131,7 +129,7 @@ def counted(state: Tree) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]
     return [(ages, mus, rested) for ages, mus, rested in found if rested]
 
 
-def places_of(core: Core, unit: Unit) -> list[int | None]:
+def places_of(core: Units, unit: Unit) -> list[int | None]:
     """Return for each leaf of a unit's state the number of the parameter that it belongs to and has the shape of.
 
     To find it, init makes a state of stand-ins, no two of which have the same shape. By these it also notes which

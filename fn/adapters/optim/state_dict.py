@@ -20,9 +20,10 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim import groups
-from fn.adapters.optim.core import TORN, Core, Unit, follow_members
+from fn.adapters.optim.core import TORN, Core, follow_members
 from fn.adapters.optim.resting import counted, places_of
 from fn.adapters.optim.shards import as_dtensor, division_of, is_dtensor, pieces
+from fn.adapters.optim.units import Unit
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import copy_plan

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Unit
 from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.units import Unit
 from fn.collectives.axis import SIMULATED, Axis, Binding
 from fn.errors import expected
 from fn.schedules import Every

@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from fn import roles, tree
-from fn.adapters.optim.core import Flight, device_of, record_versions, stage_exchange
+from fn.adapters.optim.core import device_of, record_versions, stage_exchange
 from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.units import Flight
 from fn.adapters.torchft.checks import check, check_late, check_warmup
 from fn.adapters.torchft.handing_over import become, given_to, hand_over, made_of, state_of, takers_of
 from fn.adapters.torchft.pace import LOOKS, Goodput, Pace, clock, goodput_of

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit
+from fn.adapters.optim.core import Core
 from fn.adapters.optim.exchange_header import LOCAL_STEP_TAKEN, refuse_resting
 from fn.adapters.optim.groups import groups_of, names_of
 from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.units import Unit
 from fn.base import facts_of
 from fn.collectives.agreement import (
     check_agreement,

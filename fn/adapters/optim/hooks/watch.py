@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit, count_of, updates_of
+from fn.adapters.optim.core import Core, count_of, updates_of
 from fn.adapters.optim.groups import names_of
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.state_dict import place_of
+from fn.adapters.optim.units import Unit
 from fn.base import Phase, Round
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import rank_dims

@@ -12,9 +12,10 @@ import warnings
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.core import Core, Unit, device_of, record_versions, versions_of
+from fn.adapters.optim.core import Core, device_of, record_versions, versions_of
 from fn.adapters.optim.exchange_header import mark_of
 from fn.adapters.optim.hooks.agree import axes_of_calls, check_same_params, compare_resting
+from fn.adapters.optim.units import Unit
 from fn.base import Phase
 from fn.collectives.agreement import FIRST_STEP, calling
 from fn.collectives.profiling import Watchers, watched_by
