@@ -261,19 +261,19 @@ def changed_header(folder, to, **fields):
 
 def test_a_machine_that_comes_to_other_bits_is_refused(tmp_path):
     """Before the first step, with what differs of it; a machine of another name that comes to the same is not."""
-    _, folder = run("dion")
+    _, folder = run("sign_muon")
     unlike = {**LogReader(folder).header["machine"], "threads": 96, "kernels": ["cupy"]}
     assert changed_header(folder, tmp_path / "same", machine=unlike)["machine"]["threads"] == 96
-    net, follower = followed(tmp_path / "same", "dion")
+    net, follower = followed(tmp_path / "same", "sign_muon")
     assert next(iter(follower)) == 0
     changed_header(folder, tmp_path / "other", machine=unlike, known_answer="of another machine")
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match=r"threads \d+ in place of 96; follow on a machine like the trainers', or let"):
-        Follower(tmp_path / "other", net, make_of("dion"))
+        Follower(tmp_path / "other", net, make_of("sign_muon"))
     assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
     changed_header(folder, tmp_path / "alike", known_answer="of another machine")
     alike = (
         r"source: expected .* answer in .*/alike/head.json, but got another one from a machine that is alike in torch, "
     )
     with pytest.raises(ValueError, match=alike):
-        Follower(tmp_path / "alike", net, make_of("dion"))
+        Follower(tmp_path / "alike", net, make_of("sign_muon"))
