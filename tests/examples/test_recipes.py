@@ -68,3 +68,28 @@ def test_an_example_of_fsdp2_resumes_bit_for_bit_from_its_own_checkpoint(ranks, 
     for rank, (alike, stood, steps, printed) in enumerate(run(ranks, fsdp2, script, str(tmp_path), *arguments)):
         assert (alike, stood, steps) == (True, False, 6)
         assert ("loss" in printed) == (rank == 0 and "diloco" in script)  # the other prints every tenth step
+
+
+def with_and_without_tensor_parallelism(folder: str) -> dict[str, Any]:
+    """Train on FSDP2 x TP, load it on FSDP2 alone, and go on there."""
+    warnings.filterwarnings("error", "axis: is None")
+    found = dict[str, Any]()
+    for name, steps, tensor in (("mesh", 4, 2), ("loaded", 4, 1), ("further", 6, 1)):
+        given = ["--steps", f"{steps}", "--device", "cpu", "--out", folder, "--tensor", f"{tensor}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_of = execute(ROOT / "examples" / "fsdp2_muon.py", *given)
+        state = run_of["model"].state_dict() | run_of["opt"].state_dict()
+        found[name] = {k: x.full_tensor() for k, x in state.items() if hasattr(x, "full_tensor")}
+        found[name, "axes"] = {p.device_mesh.mesh_dim_names for p in run_of["model"].parameters()}
+        found[name, "steps"] = run_of["opt"].steps
+    return found
+
+
+def test_the_example_of_muon_goes_from_fsdp2_and_tensor_parallelism_to_fsdp2_alone(tmp_path):
+    for found in run(4, with_and_without_tensor_parallelism, str(tmp_path)):
+        assert ("shard", "tensor") in found["mesh", "axes"]
+        assert found["loaded", "axes"] == {("shard",)}
+        assert found["mesh"].keys() == found["loaded"].keys()
+        assert all(torch.equal(x, found["loaded"][k]) for k, x in found["mesh"].items())
+        assert (found["loaded", "steps"], found["further", "steps"]) == (4, 6)
+        assert not all(torch.equal(x, found["further"][k]) for k, x in found["loaded"].items())
