@@ -1,9 +1,10 @@
-"""Muon on FSDP2's shards; a checkpoint of torch.distributed.checkpoint continues it bit for bit.
+"""Muon on FSDP2's shards, also with tensor parallelism; a checkpoint of torch.distributed.checkpoint continues it.
 
     torchrun --standalone --nproc-per-node 2 examples/fsdp2_muon.py --steps 100
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_muon.py --steps 200 --tensor 2
 
-Called again with more steps it goes on from its newest checkpoint, also on another number of ranks. The model and the
-text are those of `train_lm.py`.
+Called again with more steps it goes on from its newest checkpoint, bit for bit; also on another number of ranks, with
+or without tensor parallelism. The model and the text are those of `train_lm.py`.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from train_lm import Transformer, cut, join, loss_of, mean_over_ranks, read_standard_library
 
 import fn
@@ -21,6 +24,7 @@ import fn
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--save-every", type=int, default=50)
+parser.add_argument("--tensor", type=int, default=1, help="ranks that share each layer's products")
 parser.add_argument("--out", type=Path, default=Path("out/fsdp2_muon"))
 parser.add_argument("--device", help="cpu, cuda, xpu, ...; None is the accelerator, else the CPU")
 parser.add_argument("--backend", help="of the process group; None is the device's own")
@@ -29,11 +33,16 @@ device = join(args)
 rank, world = dist.get_rank(), dist.get_world_size()
 text = read_standard_library()[0].to(device)
 
-mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+mesh = init_device_mesh(device.type, (world // args.tensor, args.tensor), mesh_dim_names=("shard", "tensor"))
+replica = mesh.get_local_rank("shard")  # ranks that share a layer's products see the same text
 torch.manual_seed(0)
 model = Transformer(2, 64, 4).to(device)
+for block in model.blocks if args.tensor > 1 else ():
+    # Queries, keys and values lie in one matrix, so heads are whole only where its outputs are.
+    plan = {"qkv": ColwiseParallel(output_layouts=Replicate()), "mix": RowwiseParallel(input_layouts=Replicate())}
+    parallelize_module(block, mesh["tensor"], {**plan, "up": ColwiseParallel(), "down": RowwiseParallel()})
 for part in (*model.blocks, model):
-    fully_shard(part, mesh=mesh)
+    fully_shard(part, mesh=mesh["shard"])
 opt = fn.Optimizer(model.named_parameters(), fn.muon, lr=0.02, labels=fn.labels_of(model))
 
 
@@ -56,7 +65,7 @@ load()
 while opt.steps < args.steps:
     for group in opt.param_groups:
         group["lr"] = 0.02 * min(1.0, (opt.steps + 1) / 10)
-    draw = torch.Generator().manual_seed(opt.steps * world + rank)
+    draw = torch.Generator().manual_seed(opt.steps * world + replica)
     loss = loss_of(model, cut(text, torch.randint(len(text) - 64, (8,), generator=draw), 64))
     loss.backward()
     opt.step()

@@ -79,3 +79,28 @@ def test_the_follower_of_the_example_ends_with_the_parameters_of_trainers_that_w
     assert (tmp_path / "out" / "follow.png").stat().st_size > 10_000
     log = python("-m", "fn", "log", str(tmp_path / "out" / "log"))
     assert "incarnation 1" in log.stdout  # they were started again, and went on in the same log
+
+
+def with_and_without_tensor_parallelism(folder: str) -> dict[str, Any]:
+    """Train on FSDP2 x TP, load it on FSDP2 alone, and go on there."""
+    warnings.filterwarnings("error", "axis: is None")
+    found = dict[str, Any]()
+    for name, steps, tensor in (("mesh", 4, 2), ("loaded", 4, 1), ("further", 6, 1)):
+        given = ["--steps", f"{steps}", "--device", "cpu", "--out", folder, "--tensor", f"{tensor}"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_of = execute(ROOT / "examples" / "fsdp2_muon.py", *given)
+        state = run_of["model"].state_dict() | run_of["opt"].state_dict()
+        found[name] = {k: x.full_tensor() for k, x in state.items() if hasattr(x, "full_tensor")}
+        found[name, "axes"] = {p.device_mesh.mesh_dim_names for p in run_of["model"].parameters()}
+        found[name, "steps"] = run_of["opt"].steps
+    return found
+
+
+def test_the_example_of_muon_goes_from_fsdp2_and_tensor_parallelism_to_fsdp2_alone(tmp_path):
+    for found in run(4, with_and_without_tensor_parallelism, str(tmp_path)):
+        assert ("shard", "tensor") in found["mesh", "axes"]
+        assert found["loaded", "axes"] == {("shard",)}
+        assert found["mesh"].keys() == found["loaded"].keys()
+        assert all(torch.equal(x, found["loaded"][k]) for k, x in found["mesh"].items())
+        assert (found["loaded", "steps"], found["further", "steps"]) == (4, 6)
+        assert not all(torch.equal(x, found["further"][k]) for k, x in found["loaded"].items())

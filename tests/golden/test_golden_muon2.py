@@ -159,15 +159,21 @@ def dion2(case: Case) -> fn.Transform:
     return fn.partition(kinds, hyper["kinds"])
 
 
-def nanochat(case: Case, t: int) -> fn.Transform:
-    """Return nanochat's optimizer with the numbers of step t."""
-    hyper, rate, mu, wd = case.hyper, 1.0, case.hyper["mu"], case.hyper["weight_decay"]
+def nanochat_numbers(case: Case, t: int) -> tuple[float, float, float]:
+    """Return the rate, the momentum and the decay of step t."""
+    hyper, rate, mu, wd = case.hyper, case.hyper["lr"], case.hyper["mu"], case.hyper["weight_decay"]
     if hyper.get("schedule") == "nanochat":
         done = t / hyper["steps"]
-        rate, mu, wd = 1.0 - done, 0.85 + 0.1 * min(1.0, t / 8), 0.5 * (1.0 + math.cos(math.pi * done)) * wd
+        rate, mu, wd = rate * (1.0 - done), 0.85 + 0.1 * min(1.0, t / 8), 0.5 * (1.0 + math.cos(math.pi * done)) * wd
+    return rate, mu, wd
+
+
+def nanochat(case: Case, t: int) -> fn.Transform:
+    """Return nanochat's optimizer with the numbers of step t."""
+    hyper, (rate, mu, wd) = case.hyper, nanochat_numbers(case, t)
     other = fn.scale_by_adam(*hyper["betas"], hyper["eps"]), fn.add_decayed_weights(hyper["scalar_weight_decay"])
     return fn.contrib.nanochat(
-        hyper["lr"] * rate, mu, hyper["beta2"], wd, axis="data", labels=labels_of(case), other=fn.chain(*other),
+        rate, mu, hyper["beta2"], wd, axis="data", labels=labels_of(case), other=fn.chain(*other),
         other_rate=hyper["scalar_lr"] / hyper["lr"], ns_steps=hyper["ns_steps"],
         dtype=getattr(torch, hyper["precision"]),
     )  # fmt: skip
