@@ -33,7 +33,7 @@ from fn.adapters.follow.run import (
     state_of,
 )
 from fn.adapters.optim.optimizer import Optimizer
-from fn.arguments import checked
+from fn.arguments import check_function, checked
 from fn.base import Phase, Round, Transform
 from fn.collectives.following import Log, echoing
 from fn.errors import expected
@@ -93,6 +93,8 @@ class Follower:
     ):
         if on_divergence not in ("raise", "snapshot"):
             raise ValueError(expected("on_divergence", "'raise' or 'snapshot'", f"{on_divergence!r}"))
+        if average is not None:
+            check_function("average", average, "a function of an axis that returns a transform")
         self.model, self.make = model, make
         self.on_divergence, self.patience = on_divergence, patience
         self.steps = 0  # that were taken
