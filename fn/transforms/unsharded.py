@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fn import roles, tree
 from fn.arguments import check_kind
@@ -328,9 +328,13 @@ class _BoxCut(NamedTuple):
 
     def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
         """Return a tensor as (pieces, width), zeros behind the end of each row; pieces: as for `_Cut`."""
-        boxes = [x] if pieces == 1 else self._boxes(x)
-        # boxes (n_r, m_r) -> (width,) each -> (pieces, width)
-        return torch.stack([nn.functional.pad(box.reshape(-1), (0, width - box.numel())) for box in boxes])
+        if pieces == 1 and x.numel() == width:
+            return x.reshape(1, width)  # (n_r, m_r) -> (1, width), in its memory
+        made = x.new_empty((pieces, width))
+        for row, box in zip(made, [x] if pieces == 1 else self._boxes(x), strict=True):
+            row[: box.numel()].view(box.shape).copy_(box)  # (n_r, m_r) -> (width,)
+            row[box.numel() :].zero_()
+        return made
 
     def tensor(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the tensor of a shape that `flat` made (pieces, width) of, without what it padded."""
@@ -338,7 +342,7 @@ class _BoxCut(NamedTuple):
             return flat[0, : math.prod(shape)].reshape(shape)
         whole = flat.new_empty(self.shape)
         for row, box in zip(flat, self._boxes(whole), strict=True):
-            box.copy_(row[: box.numel()].reshape(box.shape))  # (width,) -> (n_r, m_r)
+            box.copy_(row[: box.numel()].view(box.shape))  # (width,) -> (n_r, m_r)
         return whole
 
     def _boxes(self, x: Tensor) -> list[Tensor]:
