@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import Cases, run
 
 import fn
 
@@ -91,14 +92,35 @@ In 1-bit Adam the age of a momentum goes on while the second moment is frozen, s
 """
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
+two, four = Cases(2), Cases(4)
+DTYPES = {"in place": torch.float32, "pure": torch.float64}
+
+
+def among_all(over: dict[str, int]) -> dict[tuple[str, str], Any]:
+    return {
+        (name, way): among(axes, make, dtype, warmup)
+        for name, (axes, make, warmup) in BY_TENSOR.items()
+        for way, dtype in DTYPES.items()
+        if axes == over
+    }
+
+
+@two
+def over_one_axis() -> Any:
+    return among_all(DATA)
+
+
+@four
+def over_two_axes() -> Any:
+    return among_all(NODES)
+
+
+@pytest.mark.parametrize("way", DTYPES)
 @pytest.mark.parametrize("name", BY_TENSOR)
-def test_behind_a_rest_a_tensor_goes_on_as_if_the_steps_of_its_rest_had_not_been(name, dtype):
-    axes, make, warmup = BY_TENSOR[name]
-    world = 4 if axes == NODES else 2
-    for (found, (first, _, last)), (right, _), (_, (first_always, _, last_always)) in run(
-        world, among, axes, make, dtype, warmup
-    ):
+def test_behind_a_rest_a_tensor_goes_on_as_if_the_steps_of_its_rest_had_not_been(name, way):
+    of_ranks = four.answer("over_two_axes") if BY_TENSOR[name][0] == NODES else two.answer("over_one_axis")
+    for answers in of_ranks:
+        (found, (first, _, last)), (right, _), (_, (first_always, _, last_always)) = answers[name, way]
         torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close((first, last), (first_always, last_always), rtol=1e-4, atol=1e-5)
 
@@ -136,19 +158,30 @@ def delivered(make: Callable[..., fn.Transform], dtype: torch.dtype, axes: dict[
     return params, right
 
 
-@pytest.mark.parametrize("servers", [True, False], ids=["servers", "no servers"])
-@pytest.mark.parametrize("layout", ["flat", "fused", "per_tensor"])
-@pytest.mark.parametrize("feedback", FEEDBACKS)
-def test_nothing_is_lost_of_what_rests_nor_of_what_lies_beside_it(feedback, layout, servers):
-    kept, tolerance = FEEDBACKS[feedback]
-    make = partial(sgd, axis="data", codec=fn.top_k(1), feedback=kept, layout=layout, servers=servers)
-    for params, right in run(2, delivered, make, torch.float64, DATA):
-        torch.testing.assert_close([*params], [*right], rtol=0, atol=tolerance)
+WAYS = [*itertools.product(FEEDBACKS, ("flat", "fused", "per_tensor"), ("servers", "no servers"))]
 
 
-def messages(make: Callable[..., fn.Transform]) -> list[dict[tuple[str, str], Any]]:
+@two
+def delivered_in_all_ways() -> Any:
+    found = {}
+    for feedback, layout, servers in WAYS:
+        codes = {"codec": fn.top_k(1), "feedback": FEEDBACKS[feedback][0], "layout": layout}
+        make = partial(sgd, axis="data", **codes, servers=servers == "servers")
+        found[feedback, layout, servers] = delivered(make, torch.float64, DATA)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_nothing_is_lost_of_what_rests_nor_of_what_lies_beside_it(way):
+    for answers in two.answer("delivered_in_all_ways"):
+        params, right = answers[way]
+        torch.testing.assert_close([*params], [*right], rtol=0, atol=FEEDBACKS[way[0]][1])
+
+
+@two
+def messages() -> list[dict[tuple[str, str], Any]]:
     """Return what each of three steps sends; in the second one a tensor rests."""
-    opt, sent = optimizer(make, DATA, torch.float32, 0), []
+    opt, sent = optimizer(BY_TENSOR["int4, a damped error"][1], DATA, torch.float32, 0), []
     for t in range(3):
         with fn.ledger() as ledger:
             steps_of(opt, [t], {1})
@@ -157,6 +190,6 @@ def messages(make: Callable[..., fn.Transform]) -> list[dict[tuple[str, str], An
 
 
 def test_a_rest_sends_nothing_more():
-    for first, resting, last in run(2, messages, BY_TENSOR["int4, a damped error"][1]):
+    for first, resting, last in two.answer("messages"):
         assert first
         assert resting == last
