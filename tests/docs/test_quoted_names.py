@@ -36,7 +36,7 @@ def missing(text: str, folder: Path) -> list[str]:
         path
         for path in paths
         if (path.partition("/")[0] in TOP or folder != ROOT)
-        and not any((where / f"{path}{end}").exists() for where in (ROOT, ROOT / "fn", folder) for end in ("", ".py"))
+        and not any((where / f"{path}{end}").exists() for where in (ROOT, ROOT / "fn", ROOT / "tests", folder) for end in ("", ".py"))
     ]
 
 
