@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -119,12 +118,7 @@ def draw_picture(lines: list[list[tuple[int, float]]], args: argparse.Namespace)
 def follow(args: argparse.Namespace) -> Follower:
     """Evaluate each so many steps, and draw; return the follower behind the last one."""
     _, held_out = read_standard_library()
-    log, until = args.out / "log", time.monotonic() + 120
-    while not (log / "head.json").exists():
-        if time.monotonic() > until:
-            sys.exit("follow: the trainers did not start; what is wrong stands above")
-        time.sleep(0.2)
-    follower = Follower(log, model := model_of(), make, patience=120)
+    follower = Follower(args.out / "log", model := model_of(), make, patience=120)  # it waits for the trainers
     lines, before = [list[tuple[int, float]]()], -1
     with tqdm(total=args.steps, desc="follower", dynamic_ncols=True) as bar:
         for step in follower:

@@ -161,7 +161,8 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
         return make()
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         what = "simulated ranks" if axes.is_simulated(over) else "code that torch.compile or torch.func traces"
-        raise RuntimeError(expected("step", "real ranks and eager code, to be recorded or replayed", what))
+        cure = "publish(..., what='params') of fn.adapters.follow takes what is compiled"
+        raise RuntimeError(expected("step", "real ranks and eager code, to be recorded or replayed", what, cure))
     # A mean over one axis and then over another one is alike on both. What is alike on fewer is not for a follower.
     place.averaged.update(over)
     if any(name not in place.averaged and axes.axis_size(name) > 1 for name in place.axes):

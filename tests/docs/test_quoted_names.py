@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOTS = (ROOT, ROOT / "fn", ROOT / "tests")
 TOP = {path.name for path in ROOT.iterdir()}
 QUOTED = r"(?<!`)`([^`\n]+)`(?!`)"
 NAME = r"(fn(?:\.[A-Za-z_]\w*)+)(?:\(.*\))?"
@@ -36,7 +37,7 @@ def missing(text: str, folder: Path) -> list[str]:
         path
         for path in paths
         if (path.partition("/")[0] in TOP or folder != ROOT)
-        and not any((where / f"{path}{end}").exists() for where in (ROOT, ROOT / "fn", ROOT / "tests", folder) for end in ("", ".py"))
+        and not any((where / f"{path}{end}").exists() for where in (*ROOTS, folder) for end in ("", ".py"))
     ]
 
 

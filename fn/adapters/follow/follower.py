@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -72,7 +73,8 @@ class Follower:
         average: where `average_gradients` averages the run's gradients, (axis) -> the transform that does, such as
             `partial(fn.compressed_average, codec=fn.int4(), feedback=fn.damped())`.
         on_divergence: behind a digest that differs: raise, or go on from the next snapshot.
-        patience: seconds in which a next step must come; 0: iteration ends with the steps that are there.
+        patience: seconds in which a next step must come, and the log itself; 0: iteration ends with the steps that are
+            there.
     Raises: ValueError for a log of another method or model, and on a machine whose steps come to other bits than those
         of the run; as `LogReader` for what is no log. While it steps: `Diverged`; LookupError for a step that is not in
         the log; ValueError for a step that hears something else.
@@ -101,7 +103,7 @@ class Follower:
         self._span = range(0)  # of the steps of one incarnation, where this is in it
         self._is_there = False  # whether the snapshot of that step is loaded, or the steps behind it were taken
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._reader = LogReader(source)
+        self._reader = self._opened(source)
         self._phase: Phase | Round = Phase.WARMUP
         self._log, self._numbers = Log(reads=True), dict[str, JSON]()
         self._check_header()
@@ -188,6 +190,17 @@ class Follower:
         buffers = bool(self._reader.header.get("buffers"))
         return tensors_of(self.model, params=self._is_params, buffers=buffers)
 
+    def _opened(self, source: str | Path) -> LogReader:
+        """Return the log, as soon as the run has begun it."""
+        until = time.monotonic() + self.patience
+        while True:
+            try:
+                return LogReader(source)
+            except FileNotFoundError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(LOOK)
+
     def _wait(self) -> bool:
         """Return whether the next step is there, or comes in time."""
         until = time.monotonic() + self.patience
@@ -262,7 +275,7 @@ class Follower:
         for group in groups:
             listed = group.pop("params")
             if isinstance(listed, list):
-                made.append({"params": [(name, named[name]) for name in listed]})
+                made.append({"params": [(name, _found(name, named)) for name in listed]})
                 continue
             found = [*itertools.islice(in_order, listed)]
             if len(found) < listed:
@@ -350,6 +363,14 @@ class Follower:
         cure = f"go on from the snapshot of step {later[0]}, with to({later[0]})" if later else "wait for a snapshot"
         text = f"behind step {step} {tensor!r} is another one than the run's"
         raise Diverged(f"follower: {text}; follow on a machine like the trainers', or {cure}", step=step, tensor=tensor)
+
+
+def _found(name: str, named: Mapping[str, Tensor]) -> Tensor:
+    """Return a parameter by the name that it has in the run, where DDP and torch.compile put a word in front."""
+    own = re.sub(r"^(?:module\.|_orig_mod\.)+", "", name)
+    if name not in named and own not in named:
+        raise ValueError(expected("model", f"a parameter {own!r}, as the run has", "none"))
+    return named[name] if name in named else named[own]
 
 
 def _words(data: Data) -> Tensor:

@@ -6,7 +6,6 @@ import copy
 import functools
 import shutil
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,6 @@ def beside(folder):
         dist.barrier()
         return trained("onebit_adam", folder, group)
     dist.barrier()
-    while not (Path(folder) / "head.json").exists():
-        time.sleep(0.01)
     net, follower = followed(folder, "onebit_adam", patience=10.0)
     found, steps = {}, []
     for step in follower:
@@ -110,7 +107,8 @@ def overlapped(folder):
     """Return the params of a run whose ranks communicate on threads, behind the backward pass."""
     torch.set_num_threads(1)
     net, found = model(), []
-    groups = [{"params": [*layer.named_parameters(f"{i}")]} for i, layer in enumerate(net) if i != 1]
+    # Names as of a model that DDP wraps, which the follower's does not have.
+    groups = [{"params": [*layer.named_parameters(f"module.{i}")]} for i, layer in enumerate(net) if i != 1]
     with fn.bind({"data": dist.group.WORLD}):
         opt = fn.Optimizer(groups, make_of("onebit_adam"), schedule=fn.freeze_after(5), lr=1e-2, refuse_averaged=False)
     running = fn.adapters.ddp.overlap(net, opt, least_wire_seconds=0)

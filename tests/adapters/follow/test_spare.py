@@ -66,6 +66,12 @@ def agreed(net, opt):
         return [p.detach().clone() for p in net.parameters()]
 
 
+def agreed_state(opt):
+    """Return what all ranks have alike in the state, by path."""
+    marks = fn.tree.by_path(fn.roles.kinds(opt.states))
+    return {path: x.clone() for path, x in fn.tree.by_path(opt.states).items() if marks[path] == fn.roles.SAME}
+
+
 def whole(folder):
     """Train without a loss of anything; return what ranks agreed on behind `LOST` steps, and losses there and then."""
     torch.set_num_threads(1)
@@ -79,7 +85,7 @@ def whole(folder):
         train(net, opt, range(SAVED, LOST))
         if published is not None:
             published.close()
-        there = agreed(net, opt), loss_of(net, opt)
+        there = agreed(net, opt), agreed_state(opt), loss_of(net, opt)
         train(net, opt, range(LOST, LOST + MORE))
         found[name] = *there, loss_of(net, opt)
     return found
@@ -97,7 +103,7 @@ def gone_on(name, folder):
     net = model(seed=1)
     opt = optimizer(net, name)
     checkpoint.load(folder, opt)
-    found = opt.steps, agreed(net, opt), loss_of(net, opt)
+    found = opt.steps, agreed(net, opt), agreed_state(opt), loss_of(net, opt)
     train(net, opt, range(LOST, LOST + MORE))
     return *found, loss_of(net, opt)
 
@@ -106,7 +112,7 @@ def gone_on(name, folder):
 @pytest.mark.parametrize("name", CASES)
 def test_a_new_world_goes_on_from_what_a_follower_heard(name, with_checkpoint, tmp_path):
     runs_found, folder = runs()
-    params, before, at_the_end = runs_found[name]
+    params, state, before, at_the_end = runs_found[name]
     follower = Follower(f"{folder}/{name}/log", model(seed=2), make_of(name))
     follower.to(LOST - 1)
     with warnings.catch_warnings(record=True) as said:
@@ -116,9 +122,11 @@ def test_a_new_world_goes_on_from_what_a_follower_heard(name, with_checkpoint, t
     text = " ".join(str(w.message) for w in said)
     assert ("16 steps old" in text) == (with_checkpoint and name != "onebit_adam"), text
     for world in (2, 3):
-        steps, loaded, after, end = ranks.run(world, gone_on, name, str(tmp_path))[0]
+        steps, loaded, loaded_state, after, end = ranks.run(world, gone_on, name, str(tmp_path))[0]
         assert steps == LOST
         assert all(map(torch.equal, loaded, params))
+        assert loaded_state.keys() == state.keys()
+        assert {path for path, x in state.items() if not torch.equal(x, loaded_state[path])} == set()
         assert after == pytest.approx(before, rel=1e-5)
         # What a rank's own moments lacked is made up for within as many steps as were taken before.
         assert end < before
