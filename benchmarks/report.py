@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import against, first_hour, published, unlike_islands
+from benchmarks import against, bytes_of_logs, first_hour, published, unlike_islands
 from benchmarks.atlas import (
     as_it_comes,
     choices,
@@ -51,8 +51,10 @@ from benchmarks.steps import convergence, kernels, muon, ranks_step, sharded, st
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGES = (
-    HERE / "README.md", ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("choosing", "fsdp", "late", "local_steps", "methods", "muon")),
+    HERE / "README.md", ROOT / "README.md", *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("choosing", "follow", "fsdp", "late", "local_steps", "methods", "muon")
+    ),
 )  # fmt: skip
 
 NOT_YET = "not measured yet"
@@ -81,8 +83,11 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         "-m benchmarks.first_hour", first_hour.table, "--only muon lion_vote --tasks 'moved digits' --seeds 2"
     ),
     "step": Measurement(f"{STEPS}step --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
-    "against": Measurement("benchmarks/against.py 405f67f0", against.table, "--pairs 1 --rounds 1"),
+    "against": Measurement(
+        "benchmarks/against.py 405f67f0 --pairs 6 --rounds 9", against.table, "--pairs 1 --rounds 1"
+    ),
     "unlike_islands": Measurement("benchmarks/unlike_islands.py", unlike_islands.table, "--side 32 --rounds 1"),
+    "bytes_of_logs": Measurement("benchmarks/bytes_of_logs.py", bytes_of_logs.table, "--only lion_vote"),
     "ranks_step": Measurement(f"{STEPS}ranks_step", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
     "sharded": Measurement(f"{STEPS}sharded", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
     "kernels": Measurement(f"{STEPS}kernels", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
