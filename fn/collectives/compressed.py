@@ -175,7 +175,8 @@ def compressed_all_reduce(
     x = _exact_shard(x, plan.exact, segments) if plan.exact else _reduce(x, worker, coded, plan.cuts)
     # The last hop: codes go to the servers and come back as codes of the mean, or go from each rank to all others.
     payload, worker[-1] = plan.encode(x, worker[-1], consume=consume)
-    payload, server[-1] = plan.send(payload, server[-1], x[: x.shape[0] // plan.rows])
+    payload, server[-1] = plan.serve(payload, server[-1], x[: x.shape[0] // plan.rows])
+    payload = plan.gather(payload)
     # (n / W of the coded hops,) -> (n,)
     mean = _gather(plan.decode(payload, x.dtype), server, plan.hops, plan.cuts, len(coded))
     return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
@@ -204,23 +205,26 @@ class VectorPlan(NamedTuple):
         # (n,) -> (W, n / W): row r goes to server r
         return encode(self.codec, last.feedback, x.view(self.rows, -1), error, consume=consume)
 
-    def send(self, payload: Tree, error: Tree, shard: Tensor) -> tuple[Tree, Tree]:
-        """Carry codes through the servers, which decode, average and encode a row each; or from each rank to all.
+    def serve(self, payload: Tree, error: Tree, shard: Tensor) -> tuple[Tree, Tree]:
+        """Let servers decode, average and encode a row each; without servers the codes stay as they are.
 
         Args: payload: `rows` rows. error: the server's. shard: like a server's mean (n / W,), of any numbers.
-        Returns: codes of the mean, or those of all ranks, the same on every rank; and the next error.
+        Returns: codes of one row, which all ranks get, and the next error.
         """
         last = self.hops[-1]
         if self.server is None:
             check_no_server(error)
-        else:
-            check_vector(shard, error, last.codec.align, "shard")
-            payload, error = _serve(self.server, last.feedback, messages.exchange(payload, last.axis), error, shard)
+            return payload, error
+        check_vector(shard, error, last.codec.align, "shard")
+        return _serve(self.server, last.feedback, messages.exchange(payload, last.axis), error, shard)
+
+    def gather(self, payload: Tree) -> Tree:
+        """Return codes of the mean, or those of all ranks, the same on every rank. payload: what `serve` returned."""
         # Within the node, too: codes are fewer bytes than what they stand for.
-        return gather_codes(payload, (*self.exact, last.axis)), error
+        return gather_codes(payload, (*self.exact, self.hops[-1].axis))
 
     def decode(self, payload: Tree, dtype: torch.dtype) -> Tensor:
-        """Decode what `send` returned to the mean (n,); the codes of all ranks for a row are averaged here."""
+        """Decode what `gather` returned to the mean (n,); the codes of all ranks for a row are averaged here."""
         # Where the hops before are exact, all ranks hold the codes of the whole vector now.
         last, segments = self.hops[-1], self.segments if self.exact else self.cuts[-1]
         if self.server is not None:

@@ -8,6 +8,7 @@ the step is written: an exchange that fails, or a mean that is not finite, then 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from fn.collectives.codecs.codec import Fused, Segments
 from fn.collectives.codecs.sign import SignPayload
 from fn.collectives.compressed import ErrorFeedbackState, VectorPlan, plan_of, reduce_exactly
 from fn.collectives.feedback import fused_with, plain_error
+from fn.collectives.following import unheard
 from fn.collectives.hierarchy import hops, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.inplace.memory import copy_plan, successor
@@ -136,11 +138,18 @@ class BucketPlan(NamedTuple):
             observe_loss(self.vector.codec.decode(payload).reshape(-1).add_(kept), kept)
         return payload, worker
 
-    def average(self, payload: Tree, worker: Tree) -> BucketMean:
-        """Average what is encoded. worker: the next error."""
-        payload, server = self.vector.send(payload, self.errors[1], self.rows[0])
+    def average(self, encode: Callable[[], tuple[Tree, Tree]]) -> BucketMean:
+        """Average what is encoded. encode: () -> codes, and a worker's next error."""
+
+        def sent() -> tuple[Tree, tuple[Tree, Tree]]:
+            payload, worker = encode()
+            payload, server = self.vector.serve(payload, self.errors[1], self.rows[0])
+            return payload, (worker, server)
+
+        payload, errors = unheard(self, sent, kept=self.errors)
+        payload = self.vector.gather(payload)
         mean = self.vector.decode(payload, self.rows.dtype) if self.fused is None else payload
-        return BucketMean(self.bucket, mean, successor(self.errors, (worker, server)))
+        return BucketMean(self.bucket, mean, successor(self.errors, errors))
 
 
 class CodedAverage(NamedTuple):
@@ -180,7 +189,7 @@ class CodedAverage(NamedTuple):
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, vector_of: Callable[[Bucket], Tensor]
     ) -> CodedMean:
         """Average vectors that are formed for this and may be overwritten. vector_of: bucket -> (n,)."""
-        return CodedMean([plan.average(*plan.encode(vector_of)) for plan in self.plan(leaves, sync)])
+        return CodedMean([plan.average(partial(plan.encode, vector_of)) for plan in self.plan(leaves, sync)])
 
     def average_moments(
         self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
@@ -193,8 +202,8 @@ class CodedAverage(NamedTuple):
         means = []
         for plan in self.plan(mu, sync):
             formed = plan.fused is None or plan.vector.exact  # else the kernel that encodes them forms them, too
-            codes = plan.encode(averages) if formed else plan.encode_moments(mu, grads, decay)
-            means.append(plan.average(*codes))
+            own = partial(plan.encode, averages) if formed else partial(plan.encode_moments, mu, grads, decay)
+            means.append(plan.average(own))
         return CodedMean(means)
 
 
