@@ -36,7 +36,7 @@ from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, plain_error
-from fn.collectives.following import shared
+from fn.collectives.following import shared, unheard
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.collectives.simulation import replicated_if_equal
@@ -173,9 +173,14 @@ def compressed_all_reduce(
     coded, dtype = [] if plan.exact else plan.hops[:-1], x.dtype  # with one axis there is no hop before the last one
     # To this rank's part of x, averaged over the axes before the last one.
     x = _exact_shard(x, plan.exact, segments) if plan.exact else _reduce(x, worker, coded, plan.cuts)
+
     # The last hop: codes go to the servers and come back as codes of the mean, or go from each rank to all others.
-    payload, worker[-1] = plan.encode(x, worker[-1], consume=consume)
-    payload, server[-1] = plan.serve(payload, server[-1], x[: x.shape[0] // plan.rows])
+    def sent() -> tuple[Tree, tuple[Tree, Tree]]:
+        payload, own = plan.encode(x, worker[-1], consume=consume)
+        payload, served = plan.serve(payload, server[-1], x[: x.shape[0] // plan.rows])
+        return payload, (own, served)
+
+    payload, (worker[-1], server[-1]) = unheard(sent, kept=(worker[-1], server[-1]))
     payload = plan.gather(payload)
     # (n / W of the coded hops,) -> (n,)
     mean = _gather(plan.decode(payload, x.dtype), server, plan.hops, plan.cuts, len(coded))

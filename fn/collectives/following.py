@@ -56,7 +56,7 @@ class Log:
         self.reads, self.prefix = reads, prefix
         self._places: dict[Key, list[Record]] = {}  # recorded since the last `take`
         self._unread: dict[Key, Sequence[Tensor]] = {}  # replayed, and not asked for yet
-        self.unheard: dict[int, tuple[object, Tree]] = {}  # by whose id it is, what `unheard` made once
+        self.unheard: dict[Key, Tree] = {}  # what `unheard` made once
 
     def open(self, place: Key) -> None:
         """Begin a place; what was recorded there before is dropped, as when a unit is staged again."""
@@ -181,19 +181,20 @@ def shared(kind: str, axis: AxisNames, like: Callable[[], Tree], make: Callable[
 _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
-def unheard(owner: object, make: Callable[[], tuple[Tree, Kept]], kept: Kept) -> tuple[Tree, Kept]:
+def unheard(make: Callable[[], tuple[Tree, Kept]], kept: Kept) -> tuple[Tree, Kept]:
     """Return the codes that this rank sends, and what it keeps of them.
 
     In a replay nobody hears them. Then those of the first step stand for all later ones, and what is kept stays.
 
-    Args: owner: whose codes they are, the same object in each step. make: returns both. kept: by now.
+    Args: make: returns both. kept: by now.
     """
     place = _here.place
     if place is None or not place.log.reads:
         return make()
-    if id(owner) not in place.log.unheard:
-        place.log.unheard[id(owner)] = owner, make()[0]
-    return place.log.unheard[id(owner)][1], kept
+    key: Key = *place.key, next(place.counts.setdefault("unheard", count()))
+    if key not in place.log.unheard:
+        place.log.unheard[key] = make()[0]
+    return place.log.unheard[key], kept
 
 
 def at(log: Log | None, key: Key, axes: Callable[[], Collection[str]]) -> AbstractContextManager[None]:

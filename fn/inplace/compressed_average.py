@@ -146,7 +146,7 @@ class BucketPlan(NamedTuple):
             payload, server = self.vector.serve(payload, self.errors[1], self.rows[0])
             return payload, (worker, server)
 
-        payload, errors = unheard(self, sent, kept=self.errors)
+        payload, errors = unheard(sent, kept=self.errors)
         payload = self.vector.gather(payload)
         mean = self.vector.decode(payload, self.rows.dtype) if self.fused is None else payload
         return BucketMean(self.bucket, mean, successor(self.errors, errors))
