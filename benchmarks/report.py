@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import against, bytes_of_logs, first_hour, published, unlike_islands
+from benchmarks import against, bytes_of_logs, first_hour, follow, published, unlike_islands
 from benchmarks.atlas import (
     as_it_comes,
     choices,
@@ -87,6 +87,9 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         "benchmarks/against.py 405f67f0 --pairs 6 --rounds 9", against.table, "--pairs 1 --rounds 1"
     ),
     "unlike_islands": Measurement("benchmarks/unlike_islands.py", unlike_islands.table, "--side 32 --rounds 1"),
+    "follow": Measurement(
+        "-m benchmarks.follow --numbers 1000000 10000000 --pairs 3", follow.table, "--numbers 100000 --pairs 1"
+    ),
     "bytes_of_logs": Measurement("benchmarks/bytes_of_logs.py", bytes_of_logs.table, "--only lion_vote"),
     "ranks_step": Measurement(f"{STEPS}ranks_step", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
     "sharded": Measurement(f"{STEPS}sharded", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
