@@ -116,8 +116,8 @@ def _sortable(part: str | int) -> tuple[bool, int, str]:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    # A copy in any case: (...) -> (n,) -> (bytes,)
-    copy = torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x.detach())
+    # A copy in any case, in memory that comes back once it is written: (...) -> (n,) -> (bytes,)
+    copy = memory_pool.empty(x.shape, x.dtype, torch.device("cpu")).copy_(x.detach())
     return copy.view(-1).view(torch.uint8)
 
 

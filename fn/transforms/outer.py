@@ -257,12 +257,12 @@ def outer(
         number: int, state: OuterState, params: Tree, field: str
     ) -> tuple[Tree, list[Tensor], int, Sequence[int]]:
         """Return the params in the order of the state, their leaves, and the entry and the places of a fragment."""
-        check_state(state, OuterState)
         params = tree.in_order(params, state.anchor, "params")
         return params, tree.leaves(params), *places_in(fragments, params, number, field)
 
     def difference(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs, and whether it is finite."""
+        check_state(state, OuterState)  # the parts behind this one are handed what it returns
         params, leaves, number, places = fragment_of(number, state, params, "begin")
         if not places:
             return params, state

@@ -117,11 +117,16 @@ def state_of(states: Tree, prefix: str) -> dict[str, Tensor]:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Return the bytes of a tensor."""
-    data: bytes = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
-    return data
+    """Return a copy of the bytes of a tensor."""
+    return bytes(_in_memory(x))
 
 
 def digests_of(tensors: Sequence[Tensor]) -> bytes:
     """Return a digest of each tensor, one behind the other."""
-    return b"".join(hashlib.blake2b(bytes_of(x), digest_size=DIGEST_BYTES).digest() for x in tensors)
+    return b"".join(hashlib.blake2b(_in_memory(x), digest_size=DIGEST_BYTES).digest() for x in tensors)
+
+
+def _in_memory(x: Tensor) -> memoryview:
+    # (...) -> (bytes,); NumPy has no bfloat16
+    data: memoryview = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data
