@@ -255,9 +255,9 @@ def _quiet() -> Iterator[None]:
 
 def _no_room(params: Sequence[Tensor]) -> str:
     """Return why no steps are tried, the same on all ranks, or nothing."""
-    from fn.adapters.optim.shards import is_dtensor
+    from fn.adapters.optim.shards import has_dtensors
 
-    if any(map(is_dtensor, params)):
+    if has_dtensors(params):
         return "the script's parameters are shards"
     if len({p.device for p in params}) > 1:
         return "the script's parameters are on several devices"

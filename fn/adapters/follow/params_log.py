@@ -18,7 +18,7 @@ from fn.adapters.follow.log_format import JSON, Key, digest_of
 from fn.adapters.follow.log_writer import LogWriter
 from fn.adapters.follow.run import DIGESTS, digests_of
 from fn.adapters.optim.core import Core
-from fn.adapters.optim.shards import is_dtensor
+from fn.adapters.optim.shards import has_dtensors, is_dtensor
 
 PARAMS = "params"
 """The method of such a log, and the phase of its frames."""
@@ -36,7 +36,7 @@ def publish_params(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = partial(tensors_of, model_of(params, "what"), params=True, buffers=buffers)
     is_first = not any(_ranks(optimizer, params))
-    if not is_first and not any(map(is_dtensor, params)):
+    if not is_first and not has_dtensors(params):
         return None
     found = tensors()
     dtypes = [str(x.dtype).removeprefix("torch.") for x in found.values()]

@@ -31,7 +31,7 @@ from fn.adapters.optim.shards import (
     check_divided,
     check_placed,
     division_of,
-    is_dtensor,
+    has_dtensors,
     pieces,
 )
 from fn.adapters.optim.state_dict import Elsewhere, of_rank, refuse_layout, restore_of_rank
@@ -421,7 +421,7 @@ def axes_of(make: Callable[..., Transform], binding: Binding, listed: list[Any],
     """
     given = groups.groups_of(listed)
     members = [p[1] if isinstance(p, tuple) else p for group in given for p in group["params"]]
-    has_shards = any(is_dtensor(p) for p in members)
+    has_shards = has_dtensors(members)
     if len(binding.axes) < 2 and not has_shards:
         return list(binding.axes)  # there is nothing to choose, so `make` is called once only
     named, arguments = set[str](), groups.arguments_of(make)

@@ -22,7 +22,7 @@ from fn import roles, tree
 from fn.adapters.optim import groups
 from fn.adapters.optim.core import TORN, Core, follow_members
 from fn.adapters.optim.resting import counted, places_of
-from fn.adapters.optim.shards import as_dtensor, division_of, is_dtensor, pieces
+from fn.adapters.optim.shards import as_dtensor, division_of, has_dtensors, is_dtensor, pieces
 from fn.adapters.optim.units import Unit
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
@@ -243,7 +243,7 @@ def divided(core: Core) -> dict[str, DTensor]:
     marks = marks_of(core)
     for u, unit in enumerate(core.units):
         params = unit.members
-        if not any(is_dtensor(p) for p in params):
+        if not has_dtensors(params):
             continue
         paths = tree.by_path(unit.state, f"state.{u}.")
         for path, place in zip(paths, places_of(core, unit), strict=True):
