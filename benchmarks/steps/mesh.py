@@ -1,4 +1,4 @@
-"""What a mesh of 2 x 2 costs Muon over one of 4: the exchange of matrices alone, with a copy for the iterations.
+"""What a mesh of 2 x 2 costs Muon over one of 4: the exchange of matrices, with a copy for the iterations; whole steps.
 
     python -m benchmarks.steps.mesh --json benchmarks/results/mesh.json
 
@@ -27,7 +27,7 @@ from benchmarks.measure import about, interleaved, markdown, write
 from benchmarks.steps.muon import shapes
 from fn import tree
 
-MESHES = {"4": ((4,), [Shard(0)]), "2 x 2": ((2, 2), [Shard(0), Shard(1)])}
+MESHES = {"4": ((4,), [Shard(0)]), "2 × 2": ((2, 2), [Shard(0), Shard(1)])}
 
 
 def copied(updates: Any, params: Any) -> Any:
@@ -35,16 +35,21 @@ def copied(updates: Any, params: Any) -> Any:
     return tree.map(Tensor.clone, updates)
 
 
-def make(lr: float, shards: fn.Shards | None = None) -> fn.Transform:
-    """Return Muon without its iterations."""
+def without_iterations(lr: float, shards: fn.Shards | None = None) -> fn.Transform:
+    """Return Muon that copies matrices where it would iterate."""
     copy = fn.stateless(copied)._replace(facts=fn.Facts(whole=("copied",), batched=True))
     assert shards is not None
     return fn.chain(fn.trace(0.95), fn.unsharded(copy, shards), fn.scale_by_learning_rate(lr))
 
 
+STEPS = {"exchange": without_iterations, "whole step": fn.muon}
+CONTENDERS = {f"{step}, {mesh}": (step, mesh) for step in STEPS for mesh in MESHES}
+
+
 def step_on(name: str, arguments: argparse.Namespace) -> Callable[[], Any]:
     """Return a step of the matrices on a mesh."""
-    sizes, placements = MESHES[name]
+    step, on = CONTENDERS[name]
+    sizes, placements = MESHES[on]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("fsdp", "tp")[: len(sizes)])
     place = partial(distribute_tensor, device_mesh=mesh, placements=placements, src_data_rank=None)
     generator, params = torch.Generator().manual_seed(0), []
@@ -52,21 +57,21 @@ def step_on(name: str, arguments: argparse.Namespace) -> Callable[[], Any]:
         if len(shape) == 2:
             params.append(torch.nn.Parameter(place(torch.randn(shape, generator=generator))))
             params[-1].grad = place(torch.randn(shape, generator=generator))
-    return fn.Optimizer(params, make, lr=1e-3).step
+    return fn.Optimizer(params, STEPS[step], lr=1e-3).step
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
-    """Time both in turns, on one rank."""
+    """Time all in turns, on one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    passed, spent = interleaved({n: step_on(n, arguments) for n in MESHES}, arguments.rounds, dist.barrier)
+    passed, spent = interleaved({n: step_on(n, arguments) for n in CONTENDERS}, arguments.rounds, dist.barrier)
     results[rank] = {"passed": passed, "spent": spent}
     dist.destroy_process_group()
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return seconds of the slowest rank, and processor seconds of all ranks, by mesh."""
+    """Return seconds of the slowest rank, and processor seconds of all ranks, by step and mesh."""
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.dict()
         mp.spawn(work, (arguments, f"{folder}/store", results), 4)
@@ -74,19 +79,18 @@ def measured(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     return {
         name: {"seconds": max(own["passed"][name] for own in of_ranks),
                "processor": sum(own["spent"][name] for own in of_ranks)}
-        for name in MESHES
+        for name in CONTENDERS
     }  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    base = result["meshes"]["4"]
-    rows = [
-        [name, f"{1e3 * row['seconds']:.1f}", f"{row['seconds'] / base['seconds']:.2f}",
-         f"{1e3 * row['processor']:.1f}", f"{row['processor'] / base['processor']:.2f}"]
-        for name, row in result["meshes"].items()
-    ]  # fmt: skip
-    return markdown("| mesh | ms | of that of 4 | of all processors, ms | of that of 4 |", rows)
+    rows = []
+    for name, row in result["steps"].items():
+        base = result["steps"][f"{CONTENDERS[name][0]}, 4"]
+        times = [[f"{1e3 * row[kind]:.1f}", f"{row[kind] / base[kind]:.2f}"] for kind in ("seconds", "processor")]
+        rows.append([name, *times[0], *times[1]])
+    return markdown("| step, mesh | ms | of that on 4 | of all processors, ms | of that on 4 |", rows)
 
 
 def main() -> None:
@@ -97,7 +101,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    result = {"about": about(), "layers": arguments.layers, "width": arguments.width, "meshes": measured(arguments)}
+    result = {"layers": arguments.layers, "width": arguments.width, "steps": measured(arguments)}
+    result = {"about": about(), **result}
     print(table(result))
     write(arguments.json, result)
 

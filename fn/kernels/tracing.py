@@ -74,3 +74,10 @@ def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:
     if forward_ad._current_level >= 0:
         return {}
     return {"out": memory_pool.empty(like.shape, like.dtype, like.device)}
+
+
+def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor without numbers, from the pool of large buffers; in traces torch's own, batched as `like` is."""
+    if is_concrete(like):
+        return memory_pool.empty(shape, dtype or like.dtype, like.device)
+    return like.new_empty(shape, dtype=dtype)

@@ -24,9 +24,8 @@ from fn.collectives.codecs.pickling import invalidates
 from fn.compiling import memoized
 from fn.errors import expected
 from fn.facts import Facts, merged
-from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
-from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
+from fn.kernels.tracing import cached_plan, is_concrete, is_recorded, new_empty
 from fn.transforms.average import CompressedAverage
 
 Tree = Any
@@ -270,7 +269,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         regions = [regions_of(x.shape) for x in tensors]
 
         def chunks(some: Sequence[_Region], views: Sequence[Tensor]) -> list[Tensor]:
-            table = _empty(like, (sum(region.chunks for region in some), *some[0].sides), dtype)  # (N, sides...)
+            table = new_empty(like, (sum(region.chunks for region in some), *some[0].sides), dtype)  # (N, sides...)
             rows = _pieces(table, [region.chunks for region in some])
             _copy([row.view(view.shape) for row, view in zip(rows, views, strict=True)], views)
             if cosines:
@@ -282,7 +281,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         views = [r.view(x.reshape(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
         made = iter(tree.in_groups(chunks, [region.sides for region in flat], flat, views))
         # A basis gives at least one part: of a tensor without elements it has no chunks.
-        return [[next(made) for _ in of_one] or [_empty(like, (0, 1), dtype)] for of_one in regions]
+        return [[next(made) for _ in of_one] or [new_empty(like, (0, 1), dtype)] for of_one in regions]
 
     def back_alike(
         first: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size]
@@ -292,7 +291,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         def tiles_of(some: Sequence[_Region], parts: Sequence[Tensor]) -> Sequence[Tensor]:
             if not cosines:
                 return parts
-            table = _empty(like, (sum(region.chunks for region in some), *some[0].sides), like.dtype)  # (N, sides...)
+            table = new_empty(like, (sum(region.chunks for region in some), *some[0].sides))  # (N, sides...)
             rows = _pieces(table, [region.chunks for region in some])
             _copy(rows, [part.reshape(row.shape) for row, part in zip(rows, parts, strict=True)])
             _transform(table, inverse=True)
@@ -303,7 +302,7 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
         chunks = [part for of_one, some in zip(parts, regions, strict=True) for part in of_one[: len(some)]]
         made = iter(tree.in_groups(tiles_of, [region.sides for region in flat], flat, chunks))
         numbers = [shape.numel() for shape in shapes]
-        vector = _empty(like, (sum(numbers),), like.dtype)  # all tensors, end to end
+        vector = new_empty(like, (sum(numbers),))  # all tensors, end to end
         tensors = [x.view(shape) for x, shape in zip(_pieces(vector, numbers), shapes, strict=True)]
         places = [r.view(x.view(frame(x.shape))) for x, of_one in zip(tensors, regions, strict=True) for r in of_one]
         _copy(places, [next(made).reshape(place.shape) for place in places])
@@ -314,11 +313,6 @@ def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[in
 
 BATCH_OF_CPU, BATCH = 1 << 18, 1 << 26
 """Elements that are multiplied together: on a CPU they stay in a cache, on others the product takes 256 MiB."""
-
-
-def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return a tensor without numbers; batched where `like` is."""
-    return memory_pool.empty(shape, dtype, like.device) if is_concrete(like) else like.new_empty(shape, dtype=dtype)
 
 
 def _pieces(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -41,7 +41,7 @@ from fn.compiling import own_code
 from fn.errors import expected
 from fn.facts import Facts, merged
 from fn.kernels import flags
-from fn.kernels.tracing import cached_plan
+from fn.kernels.tracing import cached_plan, new_empty
 from fn.transforms.mask_and_partition import Label, Labels, in_parts, partition
 from fn.transforms.owned import EVERY, Costs, OwnedState, both_ways, check_by_tensor, check_owners, form_of, mine, plan
 from fn.transforms.sharded import show_failures
@@ -330,7 +330,7 @@ class _BoxCut(NamedTuple):
         """Return a tensor as (pieces, width), zeros behind the end of each row; pieces: as for `_Cut`."""
         if pieces == 1 and x.numel() == width:
             return x.reshape(1, width)  # (n_r, m_r) -> (1, width), in its memory
-        made = x.new_empty((pieces, width))
+        made = new_empty(x, (pieces, width))  # fresh pages would cost more than the copies
         for row, box in zip(made, [x] if pieces == 1 else self._boxes(x), strict=True):
             row[: box.numel()].view(box.shape).copy_(box)  # (n_r, m_r) -> (width,)
             row[box.numel() :].zero_()
@@ -340,7 +340,7 @@ class _BoxCut(NamedTuple):
         """Return the tensor of a shape that `flat` made (pieces, width) of, without what it padded."""
         if len(flat) == 1:
             return flat[0, : math.prod(shape)].reshape(shape)
-        whole = flat.new_empty(self.shape)
+        whole = new_empty(flat, self.shape)
         for row, box in zip(flat, self._boxes(whole), strict=True):
             box.copy_(row[: box.numel()].view(box.shape))  # (width,) -> (n_r, m_r)
         return whole
