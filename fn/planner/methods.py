@@ -166,7 +166,9 @@ class Row(NamedTuple):
     """A method before it is known on how many ranks it runs; the fields that are not explained are those of `Method`.
 
     send: (model, ranks) -> messages.
-    passes: bytes of memory for each parameter. iterated: the same for each parameter of hidden matrices, on top.
+    each_step: (model, ranks) -> what is sent behind the backward pass of every step besides, such as FSDP2's own.
+    passes: bytes of memory for each parameter. iterated: the same for each parameter of hidden matrices, on top; or a
+        function of the ranks.
     coded: the same for what a rank encodes, which in two levels is a shard; or a function of the ranks among which
         codes travel. coded_other: for each parameter that is in no hidden matrix, where that is another number.
     cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
@@ -181,7 +183,7 @@ class Row(NamedTuple):
     send: Send
     passes: float = 0.0
     coded: float | Callable[[int], float] = 0.0
-    iterated: float = 0.0
+    iterated: float | Callable[[Ranks], float] = 0.0
     coded_other: float | None = None
     cut: str | int = "whole"
     compressed: bool = True
@@ -195,6 +197,7 @@ class Row(NamedTuple):
     period: int = 0
     calls: tuple[float, float] = (0.0, 0.0)
     flops: Callable[[Model, Ranks], float] = lambda model, ranks: 0.0
+    each_step: Send | None = None
 
     def passes_on(self, model: Model, ranks: Ranks) -> float:
         """Return the bytes of memory for each parameter of a model, in the mean."""
@@ -203,7 +206,8 @@ class Row(NamedTuple):
         coded = self.coded(outer) if callable(self.coded) else self.coded
         if self.coded_other is not None:
             coded = hidden * coded + (1 - hidden) * self.coded_other
-        return self.passes + hidden * self.iterated + coded / local
+        iterated = self.iterated(ranks) if callable(self.iterated) else self.iterated
+        return self.passes + hidden * iterated + coded / local
 
     def delay_of(self, interval: int) -> int:
         """Return the steps that go on while a part travels."""
@@ -275,6 +279,10 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row("muon", traffic.owned, iterated=16, compressed=False, alike=("normuon",), flops=owned_newton_schulz),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), coded=36, iterated=16,
             flops=owned_newton_schulz),
+        Row("muon, FSDP2", traffic.unsharded, iterated=partial(on_shards, 16), compressed=False, alike=("normuon",),
+            flops=sharded_newton_schulz, each_step=traffic.of_fsdp),
+        Row("muon, FSDP2, int8", partial(traffic.unsharded, codec=INT8, gather=INT8), iterated=partial(on_shards, 52),
+            flops=sharded_newton_schulz, each_step=traffic.of_fsdp),
         Row("sign_muon", partial(traffic.apart, hidden=in_slices, other=in_bytes), coded=24, iterated=16,
             coded_other=36, flops=newton_schulz),
         Row("lion_vote", votes, coded=24),
@@ -326,9 +334,12 @@ def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, **optio
 
 def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -> Method:
     """Return a row of the table on so many ranks."""
-    topology, step = ("flat" if isinstance(ranks, int) else "two-level"), _NONE
-    if row.local:  # differences are in float32, whatever the gradients are; in a node all train on one mean gradient
-        step = _NONE if isinstance(ranks, int) else parts_of(model, partial(node_average, ranks=ranks[0]), bucket)
+    topology, step, each_step = ("flat" if isinstance(ranks, int) else "two-level"), _NONE, row.each_step
+    if row.local and not isinstance(ranks, int):  # in a node all train on one mean gradient
+        each_step = node_average
+    if each_step is not None:
+        step = parts_of(model, partial(each_step, ranks=ranks), bucket)
+    if row.local:  # differences are in float32, whatever the gradients are
         model = model._replace(width=4)
     sends: Sends = partial(row.send, ranks=ranks)
     if isinstance(row.cut, int):
@@ -364,9 +375,19 @@ def owned_newton_schulz(model: Model, ranks: Ranks) -> float:
     return newton_schulz(model) / (ranks if isinstance(ranks, int) else math.prod(ranks))
 
 
-def node_average(model: Model, ranks: int) -> list[Message]:
-    """Return an exact average in a node of so many ranks."""
-    return [message._replace(axis="local") for message in traffic.exact(model, ranks)]
+def sharded_newton_schulz(model: Model, ranks: Ranks) -> float:
+    """Return a rank's part of these, where each matrix has an owner among the ranks that share it."""
+    return on_shards(newton_schulz(model), ranks)
+
+
+def on_shards(whole: float, ranks: Ranks) -> float:
+    """Return a rank's part of what is divided as FSDP2's shards are."""
+    return whole / traffic.shard_ranks(ranks)[0]
+
+
+def node_average(model: Model, ranks: tuple[int, int]) -> list[Message]:
+    """Return an exact average in a node."""
+    return [message._replace(axis="local") for message in traffic.exact(model, ranks[0])]
 
 
 def parts_of(model: Model, send: Sends, bucket: int | None, first: int = traffic.FIRST_BUCKET) -> Parts:

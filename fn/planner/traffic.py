@@ -280,6 +280,44 @@ def owned(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = E
     return there + message(across, "all_gather", gather, wide) + message("local", "all_gather", gather, wide)
 
 
+def unsharded(shapes: Model, ranks: Ranks, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
+    """Return the messages of Muon on shards: pieces of hidden matrices to their owners and back, and a flag.
+
+    Pieces are rows, float32 at least. A slice of a stack lies on one rank and stays there. Over two axes shards lie
+    within a node; replicas of them send nothing. Where several axes of a mesh divide a matrix, give all their ranks.
+    """
+    among, axis = shard_ranks(ranks)
+    wide, there, back = _DTYPES[max(4, shapes.width)], 0, 0
+    for shape, times, hidden in shapes.runs:
+        if hidden and len(shape) == 2:
+            n = -(-shape[0] // among) * shape[1]
+            there += times * _piece_bytes(codec, _padded({n: 1}, 1, codec.align), wide)
+            back += times * _piece_bytes(gather, _padded({n: 1}, 1, gather.align), wide)
+    if among == 1 or not there:
+        return []
+    exchange = [Message(axis, "all_to_all", -(-size * (among - 1) // among)) for size in (there, back)]
+    # Before all that, all ranks of the mesh learn whether all gradients are finite.
+    world = ranks if isinstance(ranks, int) else math.prod(ranks)
+    return [Message("data", "all_reduce", _all_reduce(4, world)), *exchange]
+
+
+def of_fsdp(shapes: Model, ranks: Ranks) -> list[Message]:
+    """Return what FSDP2 sends itself, by rows: gradients to their shards, and params from them, once a step.
+
+    Over two axes shards lie within a node, and gradients of replicas are averaged between the nodes (HSDP).
+    """
+    (among, axis), nodes = shard_ranks(ranks), 1 if isinstance(ranks, int) else ranks[1]
+    elements = sum(-(-(shape or (1,))[0] // among) * math.prod(shape[1:]) * times for shape, times, _ in shapes.runs)
+    shard = elements * shapes.width
+    between = [Message("node", "all_reduce", _all_reduce(shard, nodes))] if nodes > 1 else []
+    return [*_rows(axis, "reduce_scatter", among, shard), *between, *_rows(axis, "all_gather", among, shard)]
+
+
+def shard_ranks(ranks: Ranks) -> tuple[int, str]:
+    """Return among how many ranks FSDP2 divides params, and over which axis: within a node, if there are two."""
+    return (ranks, "data") if isinstance(ranks, int) else (ranks[0], "local")
+
+
 def apart(
     shapes: Model, ranks: Ranks, hidden: Callable[..., list[Message]], other: Callable[..., list[Message]]
 ) -> list[Message]:

@@ -28,7 +28,7 @@ WORLDS = tuple(2**k for k in range(1, 13))
 NODES = (1, 2, 4, 8)
 """Ranks, and ranks of a node."""
 
-COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "permute")
+COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "reduce_scatter", "permute")
 
 LEAST = 1e-7
 """Seconds of the least latency that a slider has."""

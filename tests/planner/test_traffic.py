@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import product
 
 import chains
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import Cases
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fn
+import fn.adapters.fsdp
 from fn.planner import traffic
 from fn.planner.gpt import COMMON, gpt
 from fn.planner.methods import method as method_of
@@ -121,6 +126,9 @@ MAKES = {
     "muon, int8, late": [fn.late(partial(fn.muon, codec=fn.int8()))],
     "sign_muon, late": [fn.late(fn.sign_muon)],
 }
+ON_SHARDS = {"muon, FSDP2": [fn.muon, fn.normuon], "muon, FSDP2, int8": [partial(fn.muon, codec=fn.int8())]}
+"""Rows of params that FSDP2 divides."""
+
 CONTRIB = rows(contrib=True)[len(rows()) :]
 MAKES |= {row.name: [getattr(fn.contrib, row.name.partition(",")[0])] for row in CONTRIB}
 """What each method of fn in the plan is made with."""
@@ -132,9 +140,10 @@ def test_every_named_optimizer_of_fn_has_a_row():
     public = {name for name in fn.__all__ if getattr(getattr(fn, name), "__module__", "").endswith("optimizers")}
     public |= {row.name.partition(",")[0] for row in CONTRIB}
     assert named - {"SDP4Bit"} == public >= {"adamw", "diloco", "dion"}
-    assert {row.name for row in table} == set(MAKES)
+    every = MAKES | ON_SHARDS
+    assert {row.name for row in table} == set(every)
     for row in (row for row in table if row.name not in RECIPES):
-        made = {getattr(original(make), "func", original(make)).__name__ for make in MAKES[row.name]}
+        made = {getattr(original(make), "func", original(make)).__name__ for make in every[row.name]}
         assert made == {row.name.partition(",")[0], *row.alike}
 
 
@@ -173,6 +182,61 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     if row.local and isinstance(ranks, tuple):
         each = [message for _, part in method.each_step for message in part]
         assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)
+
+
+case = Cases(4)
+
+
+def of_uneven_rows() -> torch.nn.Module:
+    """Return layers whose rows four ranks do not share evenly, behind an embedding."""
+    return torch.nn.Sequential(
+        torch.nn.Embedding(11, 6), torch.nn.Linear(6, 10), torch.nn.Linear(10, 7, bias=False), torch.nn.Linear(7, 9)
+    )
+
+
+@case
+def steps_on_shards() -> dict[tuple[str, int, str], tuple[dict[str, int], dict[str, int]]]:
+    """Return what a rank sends of FSDP2's own in a step, and of Muon's, by row, ranks of a node, and method."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local")), {}
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    for (name, makes), local in product(ON_SHARDS.items(), (4, 2)):
+        for make in makes:
+            net = of_uneven_rows()
+            labels = [*fn.labels_of(net).values()]
+            fully_shard(net, mesh=flat if local == 4 else mesh, reshard_after_forward=False)
+            exact = fn.adapters.fsdp.compress(net, fn.identity(), fn.off(), gather=fn.identity())
+            coded = {"schedule": fn.freeze_after(0)} if "int8" in name else {}
+            opt = fn.Optimizer(net.parameters(), make, labels=labels, lr=0.01, **coded)
+            net(torch.arange(8)).square().mean().backward()
+            with fn.ledger() as book:
+                opt.step()
+            assert sum(book.messages.values()) == 3
+            found[name, local, getattr(make, "func", make).__name__] = counted(exact.sent), counted(book)
+    return found
+
+
+def test_rows_of_shards_are_what_ranks_of_fsdp2_count():
+    """In the mean over ranks, for owners send less. Replicas of shards send nothing but what FSDP2 averages itself."""
+    net = of_uneven_rows()
+    shapes, hidden = [tuple(p.shape) for p in net.parameters()], [x == "hidden" for x in fn.labels_of(net).values()]
+    answers = case.answer("steps_on_shards")
+    for name, local, method in answers[0]:
+        (row,) = [row for row in rows() if row.name == name]
+        ranks = 4 if local == 4 else (local, 4 // local)
+        plan = method_of(row, traffic.of_shapes(shapes, 4, hidden), ranks, bucket=2**30)
+        own, muon = (sum((Counter(answer[name, local, method][k]) for answer in answers), Counter()) for k in (0, 1))
+        ((_, behind),) = plan.each_step
+        assert [4 * m.size for m in behind if m.axis != "node"] == [own["all_to_all"], own["all_gather"]]
+        assert [m.size for m in behind if m.axis == "node"] == [behind[0].size] * (local == 2)  # half of two, twice
+        there_and_back = planned(plan.messages)
+        assert 4 * there_and_back["all_reduce"] == muon["all_reduce"]
+        assert 0 <= 4 * there_and_back["all_to_all"] - muon["all_to_all"] < 8  # each of two messages is rounded up
+
+
+def test_experts_stay_on_their_ranks_and_one_rank_sends_nothing():
+    experts = traffic.Model(((8, 16, 32), (7,)), hidden=(True, False))
+    assert traffic.unsharded(experts, 4) == traffic.unsharded(traffic.Model(((16, 32),)), 1) == []
+    assert traffic.of_fsdp(experts, (1, 1)) == traffic.of_fsdp(experts, 1) == []
 
 
 class Block(torch.nn.Module):

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fn
 from fn import tree
 from fn.contrib import lion_muon
+from fn.planner import traffic
 
 STEPS = 5
 ROWS, COLUMNS, WHOLE = Shard(0), Shard(1), Replicate()
@@ -251,13 +252,21 @@ def width(codec: fn.Codec | None, numel: int) -> int:
 
 
 def test_a_rank_sends_the_bytes_of_its_pieces_there_and_back_in_a_message_each() -> None:
-    """Of R ranks that share a matrix each sends (1 - 1/R) of them each way; a matrix of one rank is not sent."""
+    """Of R ranks that share a matrix each sends (1 - 1/R) of them each way; a matrix of one rank is not sent.
+
+    The planner says the same of R ranks with matrices that they share.
+    """
     ranks = {"matrices": 4, "experts, each over two ranks": 2, "experts, each over four ranks": 4}
     for found in case.answer("bytes_of_a_step"):
         for (where, name), (sent, messages, pieces) in found.items():
             share = 1 - 1 / ranks.get(where, 1)
             assert sent == pytest.approx(2 * share * pieces, rel=0.05), (where, name)
             assert messages == 2 or not share
+            count, shape, _ = EVEN[where]
+            shared, codec = ranks.get(where, 1), fn.int8() if name == "int8" else fn.identity()
+            matrices = count * (shape[0] if len(shape) > 2 else 1) * shared // 4  # that the same ranks share
+            plan = traffic.unsharded(traffic.Model((shape[-2:],) * matrices), shared, codec, codec)
+            assert sum(m.size for m in plan if m.collective == "all_to_all") == sent
 
 
 class Net(nn.Module):
