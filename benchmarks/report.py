@@ -46,7 +46,7 @@ from benchmarks.atlas import runs as atlas
 from benchmarks.atlas import summary as atlas_summary
 from benchmarks.links import grid_report, playbook, sites, slow_link_report, time_to_loss_report
 from benchmarks.measure import ROOT
-from benchmarks.steps import convergence, kernels, muon, ranks_step, sharded, step
+from benchmarks.steps import convergence, kernels, mesh, muon, ranks_step, sharded, step
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -95,6 +95,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "sharded": Measurement(f"{STEPS}sharded", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
     "kernels": Measurement(f"{STEPS}kernels", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
     "muon": Measurement(f"{STEPS}muon --rounds 7", muon.table, "--layers 1 --width 32 --rounds 1"),
+    "mesh": Measurement(f"{STEPS}mesh", mesh.table, "--layers 1 --width 32 --rounds 1"),
     "slow_link": Measurement(
         f"{LINKS}slow_link --png docs/slow_link.png",
         slow_link_report.table,
