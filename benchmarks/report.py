@@ -59,7 +59,7 @@ PAGES = (
 
 NOT_YET = "not measured yet"
 
-BLOCK = re.compile(r"(<!-- table: (.+?) -->(?:\n\n| )).*?((?:\n\n| )<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table: ([^\n]+?) -->(?:\n\n| )).*?((?:\n\n| )<!-- end -->)", re.DOTALL)
 """A block of its own, or a part of a line."""
 
 

@@ -210,7 +210,9 @@ def unsharded(
             wholes, worker = _gathered(leaves, cuts, owners, gathering, state.errors.worker)
             own = mine(wholes, owners, axis)
             # The params are not brought together. NaN in their place shows up in the updates of a link that reads them.
-            shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]
+            kinds = {(x.dtype, x.device): x for x in own}
+            nans = {kind: x.new_full((), math.nan) for kind, x in kinds.items()}
+            shapes = [nans[x.dtype, x.device].expand(x.shape) for x in own]
             inner_params = tree.unflatten(form.inner, shapes)
             with flags.unassumed():  # own tensors may be finite where another rank's are not
                 moves, inside = move(tree.unflatten(form.inner, own), state.inner, inner_params)
@@ -333,7 +335,8 @@ class _BoxCut(NamedTuple):
         made = new_empty(x, (pieces, width))  # fresh pages would cost more than the copies
         for row, box in zip(made, [x] if pieces == 1 else self._boxes(x), strict=True):
             row[: box.numel()].view(box.shape).copy_(box)  # (n_r, m_r) -> (width,)
-            row[box.numel() :].zero_()
+            if box.numel() < width:
+                row[box.numel() :].zero_()
         return made
 
     def tensor(self, flat: Tensor, shape: Sequence[int]) -> Tensor:

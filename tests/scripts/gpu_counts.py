@@ -16,6 +16,7 @@ import weakref
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,8 @@ from fn.kernels import foreach, known_answers, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
 from fn.kernels.table import direct
-from fn.transforms import average, low_rank, owned, sharded
+from fn.transforms import average, low_rank, owned, sharded, unsharded
+from fn.transforms.unsharded import Boxes
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -75,8 +77,8 @@ class Limits(NamedTuple):
 
 class Case(NamedTuple):
     """A step that is counted. axes: names. dtype: of params and gradients. kind: "watched" by a schedule that looks at
-    the second moment, "overlapped" with a backward pass, "clipped" to a norm, "scaled" by a GradScaler, or "".
-    groups: of params; as many of each collective.
+    the second moment, "overlapped" with a backward pass, "clipped" to a norm, "scaled" by a GradScaler, "layer by
+    layer" in param groups, or "". groups: of params, where it is not; as many of each collective.
     """
 
     name: str
@@ -95,6 +97,22 @@ class Case(NamedTuple):
         halves = {torch.bfloat16: ["bf16"], torch.float16: ["fp16"]}
         parts += ["two axes"] * (len(self.axes) > 1) + halves.get(self.dtype, []) + ["one group"] * (self.groups == 1)
         return ", ".join([*parts, *[self.kind] * bool(self.kind)])
+
+
+def on_shards(lr: float, axis: str, codec: fn.Codec | None = None) -> fn.Transform:
+    """Return Muon of params that are rows of whole tensors."""
+    return fn.muon(lr, shards=axis, codec=codec)
+
+
+def on_mesh(lr: float, axis: str) -> fn.Transform:
+    """Return Muon of params that are a corner of whole tensors, cut in 2 by rows and in 4 by columns; or in 8."""
+    dims, whole = list[int | Boxes](), list[tuple[int, ...]]()
+    for shape in shapes():
+        grid = (2, 4) if len(shape) == 2 else (8,)
+        starts = tuple(tuple(n * k for n, k in zip(shape, at, strict=True)) for at in product(*map(range, grid)))
+        dims.append(Boxes(starts, (shape,) * 8) if len(shape) == 2 else 0)
+        whole.append(tuple(n * k for n, k in zip(shape, grid, strict=True)))
+    return fn.muon(lr, shards=fn.Shards(axis, tuple(whole), tuple(dims)))
 
 
 LOCAL_STEP, EXCHANGE = fn.Round(), fn.Round(0, 0)
@@ -143,6 +161,11 @@ CASES = [  # two param groups; so two of each collective
     Case("muon in int8", partial(fn.muon, **INT8), C, Limits(270, 1, 2, 11.4), groups=1),
     Case("muon, replicated", partial(fn.muon, owned=False), W, Limits(600, 1, 1, 5.7), groups=1),
     Case("muon behind DDP", lambda lr, axis: fn.muon(lr), W, Limits(600, 1, 0, 1.7), groups=1),
+    # Matrices that 8 ranks share, together and layer by layer, as they would leave behind a backward pass.
+    Case("muon on shards", on_shards, W, Limits(360, 1, 3, 23.6), groups=1),
+    Case("muon in int8 on shards", partial(on_shards, **INT8), C, Limits(930, 1, 3, 37), groups=1),
+    Case("muon on a mesh of 2 x 4", on_mesh, W, Limits(570, 1, 3, 29.8), groups=1),
+    Case("muon on shards", on_shards, W, Limits(1600, 3, 79, 20.1), kind="layer by layer"),
     Case("sign_muon", fn.sign_muon, C, Limits(600, 1, 4, 17.1), groups=1),
     Case("lion_vote", fn.lion_vote, C, Limits(210, 1, 4, 20)),
 ]
@@ -313,7 +336,8 @@ def pretend() -> None:
     for module, check in ((agreement, "check_calls"), (agreement, "check_agreement"), (agree, "check_start"),
                           (agree, "check_listed"), (agree, "check_accepted"),
                           (average, "check_agreement"), (low_rank, "check_agreement"),
-                          (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
+                          (owned, "check_agreement"), (unsharded, "check_agreement"),
+                          (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
     # Counts of a state are numbers, too, which read as 0.5 here.
@@ -339,6 +363,12 @@ def shapes() -> list[tuple[int, ...]]:
     return [(WORDS, w), (CONTEXT, w), *layer * LAYERS, (w,), (w,)]
 
 
+def layers(params: list[Any]) -> list[list[Any]]:
+    """Return the embeddings, the tensors of each layer, and what stands behind the last one."""
+    each = len(params[2:-2]) // LAYERS
+    return [params[:2], *(params[i : i + each] for i in range(2, len(params) - 2, each)), params[-2:]]
+
+
 def steady(case: Case) -> tuple[Watch, float]:
     """Return what the third step costs, and its new bytes per parameter.
 
@@ -348,6 +378,7 @@ def steady(case: Case) -> tuple[Watch, float]:
     params = [torch.nn.Parameter(torch.empty(shape, dtype=case.dtype, device=DEVICE)) for shape in shapes()]
     groups = [{"params": params[g :: case.groups]} for g in range(case.groups)]
     groups = bucketed(params) if case.kind == "overlapped" else groups
+    groups = [{"params": layer} for layer in layers(params)] if case.kind == "layer by layer" else groups
     axis: Any = case.axes if len(case.axes) > 1 else case.axes[0]
     schedule = fn.freeze_when_stable(0.9) if case.kind == "watched" else lambda step: phases[(step - FIRST) % 3]
     with Watch():
