@@ -19,10 +19,12 @@ saves once and loads on any number of ranks.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from fn.base import Transform, facts_of
 from fn.collectives.axis import ALONE, Axis, Binding, bind
 from fn.collectives.carriers import group_of
 from fn.collectives.primitives import psum
+from fn.collectives.transports.named_group import new_named_group
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
 from fn.kernels.lists import squared_norms
@@ -159,8 +162,27 @@ def ranks_of(mesh: DeviceMesh, dims: Sequence[int]) -> tuple[str, dist.ProcessGr
     by_name = mesh.mesh_dim_names or ("shard",)
     if len(dims) == 1:
         return by_name[dims[0]] if mesh.mesh_dim_names else "shard", mesh.get_group(dims[0])
-    some = tuple(by_name[j] for j in dims)
-    return "_".join(some), mesh[some]._flatten().get_group()
+    made, key = _GROUPS.setdefault(dist.group.WORLD, {}), (mesh, *dims)
+    if key not in made:
+        place: Any = mesh.get_coordinate()
+        along = mesh.mesh[tuple(slice(None) if j in dims else i for j, i in enumerate(place))]
+        ranks = tuple(sorted(along.flatten().tolist()))
+        if ranks not in made:
+            made[ranks] = _group_of_ranks(ranks)
+        made[key] = made[ranks]
+    return "_".join(by_name[j] for j in dims), made[key]
+
+
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[Any, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Of each world the groups of several axes, by ranks, and by the mesh and its axes."""
+
+
+def _group_of_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD  # type: ignore[return-value]
+    # Not that of the mesh's `_flatten`: of a mesh that has one, torch (2.12 and 2.13) gathers a dimension that several
+    # axes cut in one message, as if it was cut once, and `full_tensor()` has zeros in it where pieces are uneven.
+    return new_named_group(f"fn {hashlib.sha1(str(ranks).encode()).hexdigest()}", ranks)
 
 
 @cache

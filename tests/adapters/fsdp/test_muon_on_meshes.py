@@ -151,6 +151,72 @@ def test_max_norm_on_a_mesh_is_that_of_whole_tensors_and_a_nan_on_one_rank_skips
                 assert (still, skipped) == (True, 1)
 
 
+TWICE = [(9,), (5,), (2,), (1,), (10,), (9, 3), (6, 5), (10, 4), (3, 2), (1, 4), (13, 2, 3)]
+"""Vectors, matrices and a stack whose first dimension both axes cut, in pieces of unlike sizes, or of none."""
+
+
+def stepped_twice_divided(make: Any, mesh: DeviceMesh | None, steps: int) -> fn.Optimizer:
+    """Train tensors of which every rank of a mesh has rows, or without a mesh one process all."""
+
+    def place(x: Tensor) -> Tensor:
+        return x if mesh is None else distribute_tensor(x, mesh, (ROWS,) * mesh.ndim)
+
+    opt = fn.Optimizer([nn.Parameter(place(x)) for x in tensors(0, TWICE)], make, lr=0.05)
+    go_on(opt, place, range(steps))
+    return opt
+
+
+def go_on(opt: fn.Optimizer, place: Any, steps: range) -> None:
+    for step in steps:
+        for p, g in zip(opt.param_groups[0]["params"], tensors(step + 1, TWICE), strict=True):
+            p.grad = place(g)
+        opt.step()
+
+
+@case
+def divided_twice() -> dict[Any, Any]:
+    """Save and load what two axes cut in the same dimension, on the same mesh and on one of a single axis."""
+    mesh, line = (init_device_mesh("cpu", shape, mesh_dim_names=names)
+                  for shape, names in (((2, 2), ("fsdp", "tp")), ((4,), ("fsdp",))))  # fmt: skip
+    kinds, found = ["other"] * 5 + ["hidden"] * 6, {}
+    for name, make in {"adamw": fn.adamw, "normuon": partial(fn.normuon, labels=kinds)}.items():
+        opt, alone = stepped_twice_divided(make, mesh, 3), stepped_twice_divided(make, None, 3)
+        found[name, "as one process"] = far(whole(opt), whole(alone))
+        found[name, "momenta"] = far(momenta(opt), momenta(alone))
+        with tempfile.TemporaryDirectory() as own, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            folders = [own]
+            dist.broadcast_object_list(folders)
+            dcp.save({"params": opt.param_groups[0]["params"], "opt": opt.state_dict()}, checkpoint_id=folders[0])
+            for where, other in (("the same", mesh), ("another", line)):
+                again = stepped_twice_divided(make, other, 0)
+                read = {"params": again.param_groups[0]["params"], "opt": again.state_dict()}
+                dcp.load(read, checkpoint_id=folders[0])
+                again.load_state_dict(read["opt"])
+                pairs = zip([*whole(opt), *momenta(opt)], [*whole(again), *momenta(again)], strict=True)
+                found[name, where] = [i for i, (x, y) in enumerate(pairs) if not torch.equal(x, y)]
+                go_on(again, lambda x, of=other: distribute_tensor(x, of, (ROWS,) * of.ndim), range(3, 8))
+                found[name, where, "behind it"] = far(whole(again), whole(stepped_twice_divided(make, None, 8)))
+            dist.barrier()
+    return found
+
+
+def momenta(opt: fn.Optimizer) -> list[Tensor]:
+    """Return the moments in the shapes of the params as whole tensors, in the order of their names."""
+    flat = sorted((name, x) for name, x in opt.state_dict().items() if tuple(x.shape) in TWICE)
+    return [(x.full_tensor() if isinstance(x, DTensor) else x).clone() for _, x in flat]
+
+
+def test_rows_that_two_axes_cut_unevenly_are_saved_and_loaded_bit_for_bit() -> None:
+    """`full_tensor` finds them, too: of a mesh that knows a group of both axes torch takes pieces to be even."""
+    for found in case.answer("divided_twice"):
+        for (name, where, *more), result in found.items():
+            if where in ("the same", "another") and not more:
+                assert result == [], (name, where)
+            else:
+                assert result <= 1e-6, (name, where, *more)
+
+
 class Sent:
     """What codes deliver of pieces, each with a residual error of its own."""
 
