@@ -42,7 +42,7 @@ from fn.errors import expected
 from fn.facts import Facts, merged
 from fn.kernels import flags
 from fn.kernels.tracing import cached_plan, new_empty
-from fn.transforms.mask_and_partition import Label, Labels, in_parts, partition
+from fn.transforms.mask_and_partition import Label, Labels, in_parts
 from fn.transforms.owned import EVERY, Costs, OwnedState, both_ways, check_by_tensor, check_owners, form_of, mine, plan
 from fn.transforms.sharded import show_failures
 
@@ -87,9 +87,9 @@ class Shards(NamedTuple):
 
 
 class Unsharded(NamedTuple):
-    """The rule of a step of `unsharded`. axis: over which the tensors are divided. inner: the inner update."""
+    """The rule of a step of `unsharded`. axes: over which the tensors are divided. inner: the inner update."""
 
-    axis: str
+    axes: tuple[str, ...]
     inner: UpdateFn
     run: UpdateFn
 
@@ -142,48 +142,63 @@ def unsharded(
     shards = Shards(shards) if isinstance(shards, str) else shards
     if not isinstance(shards, Shards):
         raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
-    if isinstance(shards.axis, tuple):
-        of_axis = tree.places_by(shards.axis)
-        more: Any = {"codec": codec, "feedback": feedback, "gather": gather, "cost": cost}
-        parts = {name: unsharded(inner, shards.subset(places), **more) for name, places in of_axis.items()}
-        return partition(parts, [*shards.axis])
-    if not isinstance(shards.axis, str):
-        raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
-    check_by_tensor(inner, [shards.axis], "fn.unsharded")
+    every: Any = (shards.axis,) if isinstance(shards.axis, str) else shards.axis
+    if not isinstance(every, tuple) or not all(isinstance(axis, str) for axis in every):
+        raise TypeError(expected("shards", "the name of one axis, or fn.Shards with names of axes", f"{shards!r}"))
+    names = tuple(sorted({*every}))  # in one order on all ranks, for they send
+    check_by_tensor(inner, names, "fn.unsharded")
     inner = inner if shards.labels is None else in_parts(inner, shards.labels)
-    axis = shards.axis
-    exact, to_owner, to_pieces = both_ways(axis, codec, feedback, gather)
+    ways = [both_ways(axis, codec, feedback, gather) for axis in names]
+    _, to_owner, to_pieces = both_ways("", codec, feedback, gather)  # over any axis
     facts = facts_of(inner)
 
     def layout(pieces: Tree) -> _Layout:
         leaves, structure = tree.flatten(pieces)
-        cuts = _cuts(shards, axis, leaves)
+        over = every * len(leaves) if isinstance(shards.axis, str) else every
+        cuts = _cuts(shards, over, leaves)
         # On "meta", for a plan needs shapes only, and whole tensors would take memory.
         shapes = [x.shape if cut is None else cut.shape for x, cut in zip(leaves, cuts, strict=True)]
         forms = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes]
-        made = _layout(structure, cuts, facts.in_slices(tree.unflatten(structure, forms)), axis)
-        # Owners are among those that have something of a tensor, for the others neither send nor get any of it.
-        holders = [cut.holders for cut in made.cuts if cut is not None]
-        divided = [i for i, cut in enumerate(made.of_leaves) if cut is not None]
-        stacks = [made.counts[i] > 0 for i in divided]
-        planned = iter(plan([forms[i] for i in divided], axis_size(axis), cost, stacks, holders))
-        return made._replace(owners=tuple(EVERY if cut is None else next(planned) for cut in made.cuts))
+        made = _layout(structure, cuts, facts.in_slices(tree.unflatten(structure, forms)), over)
+        owners = [EVERY] * len(made.cuts)
+        for axis in names:
+            places = [i for i, cut in enumerate(made.cuts) if cut is not None and made.axes[i] == axis]
+            # Owners are among those that have something of a tensor, for the others neither send nor get any of it.
+            holders = _holders(made.cuts, places)
+            divided = [i for i, cut in enumerate(made.of_leaves) if cut is not None and over[i] == axis]
+            stacks = [made.counts[i] > 0 for i in divided]
+            planned = plan([forms[i] for i in divided], axis_size(axis), cost, stacks, holders)
+            for i, owner in zip(places, planned, strict=True):
+                owners[i] = owner
+        return made._replace(owners=tuple(owners))
+
+    def own(leaves: Sequence[Tensor], form: _Layout) -> Tree:
+        kept = [*leaves]
+        for axis in names:
+            places = [i for i, name in enumerate(form.axes) if name == axis]
+            of_axis = mine([leaves[i] for i in places], [form.owners[i] for i in places], axis)
+            for i, x in zip(places, of_axis, strict=True):
+                kept[i] = x
+        return tree.unflatten(form.inner, kept)
 
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
         params = tree.map(Tensor.detach, params)
         form = layout(params)
-        leaves, cuts, owners = form.slices(params), form.cuts, form.owners
-        shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in cuts]
-        fields = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes, "owners": owners}
-        fields["paths of the params"] = tree.paths(params)
-        check_agreement(axis, fields, device_of(params))
-        # pieces (n / W, ...) -> whole params (n, ...) at their owners: init sends them, so all ranks must call it
-        wholes = mine(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
-        state = inner.init(tree.unflatten(form.inner, wholes))
+        wholes = form.slices(params)
+        leaves, cuts, owners = [*wholes], form.cuts, form.owners
+        for axis, (exact, *_) in zip(names, ways, strict=True):
+            places = [i for i, name in enumerate(form.axes) if name == axis]
+            shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in (cuts[i] for i in places)]
+            fields: dict[str, Any] = {**describe((to_owner, to_pieces, inner)), "shapes of whole tensors": shapes}
+            fields |= {"owners": tuple(owners[i] for i in places), "paths of the params": tree.paths(params)}
+            check_agreement(axis, fields, device_of(params))
+            # pieces (n / W, ...) -> whole params (n, ...) at their owners: init sends them, so all ranks must call it
+            wholes, _ = _gathered(wholes, form, exact, ())
+        state = inner.init(own(wholes, form))
         roles.check_same_params(state)
         worker, server = [], []
-        for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
+        for leaf, cut, owner, axis in zip(leaves, cuts, owners, form.axes, strict=True):
             here: Any = cut if _travels(cut) else None
             # errors of this rank's piece on its way there: (width,), of a rank that has none (0,)
             wide = _width(here, to_owner) * _holds(here, axis) if here else 0
@@ -202,35 +217,36 @@ def unsharded(
             check_state(state, OwnedState)
             tree.check_real(updates, "updates")
             form = layout(updates)
-            leaves, cuts, owners = form.slices(updates), form.cuts, form.owners
-            check_owners(state, owners)
-            coded = phase is not Phase.WARMUP and axis_size(axis) > 1
-            gathering, dividing = (to_owner, to_pieces) if coded else (exact, exact)
+            wholes, (worker, server) = form.slices(updates), state.errors
+            leaves = [*wholes]
+            check_owners(state, form.owners)
+            coded = [phase is not Phase.WARMUP and axis_size(axis) > 1 for axis in names]
             # pieces (n / W, ...) on each rank -> whole tensors (n, ...) at their owners, (0, ...) elsewhere
-            wholes, worker = _gathered(leaves, cuts, owners, gathering, state.errors.worker)
-            own = mine(wholes, owners, axis)
+            for (exact, there, _), in_codes in zip(ways, coded, strict=True):
+                wholes, worker = _gathered(wholes, form, there if in_codes else exact, worker)
+            matrices = own(wholes, form)
             # The params are not brought together. NaN in their place shows up in the updates of a link that reads them.
-            kinds = {(x.dtype, x.device): x for x in own}
+            kinds = {(x.dtype, x.device): x for x in tree.leaves(matrices)}
             nans = {kind: x.new_full((), math.nan) for kind, x in kinds.items()}
-            shapes = [nans[x.dtype, x.device].expand(x.shape) for x in own]
-            inner_params = tree.unflatten(form.inner, shapes)
+            inner_params = tree.map(lambda x: nans[x.dtype, x.device].expand(x.shape), matrices)
             with flags.unassumed():  # own tensors may be finite where another rank's are not
-                moves, inside = move(tree.unflatten(form.inner, own), state.inner, inner_params)
+                moves, inside = move(matrices, state.inner, inner_params)
                 # A guard inside skips at an owner only; its NaN travels in the pieces, so that all ranks skip.
                 moves, inside = show_failures(as_updates(moves, inner_params), state.inner, inside)
             # updates (n, ...) at their owners -> the pieces (n / W, ...) of each rank
-            pieces, server = _divided(tree.leaves(moves), leaves, cuts, owners, dividing, state.errors.server)
-            # () where they travelled exactly, as in the warm-up: errors wait for the next codes.
-            errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
+            pieces = tree.leaves(moves)
+            for (exact, _, back), in_codes in zip(ways, coded, strict=True):
+                pieces, server = _divided(pieces, leaves, form, back if in_codes else exact, server)
+            errors = ErrorFeedbackState(worker, server)
             return form.joined(pieces, updates), state._replace(inner=inside, errors=errors)
 
         # torch.compile gives up after 8 compilations of one code object, which all these updates would share.
-        return Unsharded(axis, move, own_code(update))
+        return Unsharded(names, move, own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
     # Inner needs whole tensors and gets them, so links around this need not know.
-    outside = merged(facts._replace(whole=()), Facts(shards=shards.beside or (axis,)))
+    outside = merged(facts._replace(whole=()), Facts(shards=shards.beside or names))
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=outside)
 
 
@@ -405,18 +421,23 @@ def _codec(cut: Cut, hop: Hop, rows: int) -> Codec:
 class _Layout(NamedTuple):
     """How pieces travel. Of stacks whose slices have owners, cuts and owners have an entry for each slice.
 
-    of_leaves: how each leaf is divided. counts: of each, how many slices it has; 0: it is in none. lie: of each, which
-    slices lie here; None where this rank has a piece of each. outer, inner: the structures of the pieces, and of what
-    the inner transform sees.
+    axes: of each cut, that over which it is divided. of_leaves: how each leaf is divided. counts: of each, how many
+    slices it has; 0: it is in none. lie: of each, which slices lie here; None where this rank has a piece of each.
+    outer, inner: the structures of the pieces, and of what the inner transform sees.
     """
 
     cuts: list[Cut | None]
+    axes: list[str]
     owners: tuple[int, ...]
     of_leaves: list[Cut | None]
     counts: list[int]
     lie: list[range | None]
     outer: Any
     inner: Any
+
+    def travelling(self, axis: str) -> list[int]:
+        """Return the places of what several ranks of an axis have pieces of."""
+        return [i for i, cut in enumerate(self.cuts) if self.axes[i] == axis and _travels(cut)]
 
     def slices(self, pieces: Tree) -> list[Tensor]:
         """Return the pieces, of stacks their slices; those that lie on other ranks have no elements."""
@@ -438,10 +459,10 @@ class _Layout(NamedTuple):
         return tree.unflatten(self.outer, made)
 
 
-def _layout(structure: Any, cuts: Sequence[Cut | None], stacks: Sequence[bool], axis: str) -> _Layout:
-    """Return how leaves travel, without their owners. Args: stacks: which leaves are stacks."""
-    made = _Layout([], (), [], [], [], structure, None)
-    for cut, is_stack in zip(cuts, stacks, strict=True):
+def _layout(structure: Any, cuts: Sequence[Cut | None], stacks: Sequence[bool], over: Sequence[str]) -> _Layout:
+    """Return how leaves travel, without their owners. Args: stacks: which leaves are stacks. over: the axis of each."""
+    made = _Layout([], [], (), [], [], [], structure, None)
+    for cut, is_stack, axis in zip(cuts, stacks, over, strict=True):
         of_slices, lie = [cut], None
         if cut is not None and is_stack and not axes.is_simulated(axis):
             of_slices, lie = [*cut.slices()], cut.lie(axes.own_rank(axis))
@@ -450,6 +471,7 @@ def _layout(structure: Any, cuts: Sequence[Cut | None], stacks: Sequence[bool], 
         made.counts.append(len(of_slices) if is_stack and cut is not None and len(of_slices) > 1 else 0)
         made.of_leaves.append(cut if of_slices != [None] else None)
         made.cuts.extend(of_slices)
+        made.axes.extend([axis] * len(of_slices))
         made.lie.append(lie)
     seen = tree.unflatten(structure, [tree.Slices((0,) * n) if n else 0 for n in made.counts])
     return made._replace(inner=tree.flatten(seen)[1])
@@ -460,19 +482,20 @@ def _for_pieces(codec: Codec, rows: int, width: int, elements: int) -> Codec:
     return segmented(codec, Segments((width,), torch.full((rows, 1), elements, dtype=torch.int64, device="cpu")))
 
 
-def _cuts(shards: Shards, axis: str, leaves: Sequence[Tensor]) -> list[Cut | None]:
-    """Return how leaves are divided. Raises: ValueError for pieces that do not fit."""
-    world, _, transport = axes.resolve(axis)
+def _cuts(shards: Shards, over: Sequence[str], leaves: Sequence[Tensor]) -> list[Cut | None]:
+    """Return how leaves are divided. Args: over: the axis of each. Raises: ValueError for pieces that do not fit."""
     dims = shards.dims or tuple(0 if leaf.ndim else None for leaf in leaves)
-    known = shards.shapes if transport != axes.ALONE else None  # whoever is alone has whole tensors
-    # (n / W, ...) -> (n, ...); a number () is not divided
-    shapes = known or tuple((leaf.shape[0] * world, *leaf.shape[1:]) if leaf.ndim else () for leaf in leaves)
-    if not len(leaves) == len(dims) == len(shapes):
+    shapes = shards.shapes or (None,) * len(leaves)
+    if not len(leaves) == len(over) == len(dims) == len(shapes):
         wanted, got = f"one for each of {len(leaves)} tensors", f"{len(shapes)} shapes and {len(dims)} dimensions"
         raise ValueError(expected("shards", wanted, got))
-    cuts = list[Cut | None]()
-    here = None if transport == axes.SIMULATED else axes.own_rank(axis)
-    for i, (leaf, shape, dim) in enumerate(zip(leaves, shapes, dims, strict=True)):
+    cuts, bound = list[Cut | None](), {axis: axes.resolve(axis) for axis in over}
+    for i, (leaf, known, dim, axis) in enumerate(zip(leaves, shapes, dims, over, strict=True)):
+        world, _, transport = bound[axis]
+        here = None if transport == axes.SIMULATED else axes.own_rank(axis)
+        shape = known
+        if shape is None or transport == axes.ALONE:  # whoever is alone has whole tensors
+            shape = (leaf.shape[0] * world, *leaf.shape[1:]) if leaf.ndim else ()  # (n / W, ...) -> (n, ...)
         if isinstance(dim, Boxes) and transport == axes.ALONE:
             dim = 0  # the only rank has all of its rows
         if isinstance(dim, Boxes):
@@ -503,12 +526,12 @@ def _is_here(owner: int, axis: str) -> bool:
 
 
 def _gathered(
-    leaves: Sequence[Tensor], cuts: Sequence[Cut | None], owners: Sequence[int], hop: Hop, errors: Sequence[Tree]
+    leaves: Sequence[Tensor], form: _Layout, hop: Hop, errors: tuple[Tree, ...]
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
-    """Bring whole tensors to their owners; those of others have no elements. Return the next errors, too."""
+    """Bring whole tensors of an axis to their owners; those of others have no elements. Return the next errors, too."""
     # A tensor that is not divided stays in its place: every rank has it, and takes its step.
     items, after, wholes = [], [*errors], [*leaves]
-    places = [i for i, cut in enumerate(cuts) if _travels(cut)]
+    places, cuts, owners = form.travelling(hop.axis), form.cuts, form.owners
     for i in places:
         cut: Any = cuts[i]
         width = _width(cut, hop)
@@ -534,18 +557,19 @@ def _gathered(
         flat = rows if hop.exact else _codec(cut, hop, len(cut.holders)).decode(rows)  # (R, width), of R ranks
         # (R, width) -> (n, ...); decoded codes may be wider than what was sent
         wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape)
-    return wholes, () if hop.exact else tuple(after)
+    return wholes, tuple(after)
 
 
 def _divided(
-    moves: Sequence[Tensor], leaves: Sequence[Tensor], cuts: Sequence[Cut | None], owners: Sequence[int], hop: Hop,
-    errors: Sequence[Tree],
-) -> tuple[list[Tensor], tuple[Tree, ...]]:  # fmt: skip
-    """Bring pieces of updates to the ranks that have them. Return the next errors, too. leaves: for their shapes."""
-    items, after, places = [], [*errors], [i for i, cut in enumerate(cuts) if _travels(cut)]
-    # of what a rank has nothing of, nothing: of another shape than what the owner's transform made for it
-    pairs = zip(moves, leaves, cuts, strict=True)
-    pieces = [x if cut is None or _holds(cut, hop.axis) else x.new_empty(leaf.shape) for x, leaf, cut in pairs]
+    moves: Sequence[Tensor], leaves: Sequence[Tensor], form: _Layout, hop: Hop, errors: tuple[Tree, ...]
+) -> tuple[list[Tensor], tuple[Tree, ...]]:
+    """Bring pieces of updates to the ranks of an axis. Return the next errors, too. leaves: for their shapes."""
+    items, after, pieces = [], [*errors], [*moves]
+    places, cuts, owners = form.travelling(hop.axis), form.cuts, form.owners
+    for i, (axis, of_one) in enumerate(zip(form.axes, cuts, strict=True)):
+        # of what a rank has nothing of, nothing: of another shape than what the owner's transform made for it
+        if axis == hop.axis and of_one is not None and not _holds(of_one, axis):
+            pieces[i] = moves[i].new_empty(leaves[i].shape)
     for i in places:
         cut: Any = cuts[i]
         width, ranks = _width(cut, hop), len(cut.holders)
@@ -571,4 +595,4 @@ def _divided(
         flat = row if hop.exact else _codec(cut, hop, 1).decode(row)  # (1, width)
         # (1, width) -> (n / W, ...), this rank's piece
         pieces[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape)
-    return pieces, () if hop.exact else tuple(after)
+    return pieces, tuple(after)

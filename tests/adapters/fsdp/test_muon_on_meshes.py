@@ -336,7 +336,7 @@ def test_a_rank_sends_the_bytes_of_its_pieces_there_and_back_in_a_message_each()
 
 
 class Net(nn.Module):
-    """Two pairs of matrices, of uneven sides, an embedding and norms."""
+    """Two pairs of matrices, of uneven sides, one that tensor parallelism leaves whole, an embedding and norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,14 +344,14 @@ class Net(nn.Module):
         self.embedding = nn.Embedding(11, 6)
         pair = lambda: nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})  # noqa: E731
         self.pairs = nn.ModuleList([pair(), pair()])
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11)
+        self.mix, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 11)
         self.double()
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for pair in self.pairs:
             x = x + pair["down"](torch.tanh(pair["up"](x)))
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.mix(x)))
 
 
 def on(shape: tuple[int, ...]) -> tuple[Net, fn.Optimizer]:
@@ -377,10 +377,12 @@ def train(model: nn.Module, opt: fn.Optimizer, steps: range) -> list[Tensor]:
 
 
 def everything(model: nn.Module, opt: fn.Optimizer) -> dict[str, Tensor]:
-    """Return the numbers of a run as whole tensors: on another mesh they are the same."""
+    """Return the numbers of a run, of all ranks, as whole tensors: on another mesh they are the same."""
     found = {**model.state_dict(), **opt.state_dict()}
     whole = {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in found.items() if isinstance(x, Tensor)}
-    return {k: x for k, x in whole.items() if "owners" not in k}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {k: x for k, x in whole.items() if "owners" not in k})
+    return {k: x for of_rank in of_ranks for k, x in of_rank.items()}
 
 
 @case
