@@ -232,12 +232,15 @@ class Sent:
         return got.reshape(x.shape)
 
 
-def in_pieces(boxes: list[list[tuple[slice, ...]]], steps: int) -> list[Tensor]:
+Box = tuple[slice, ...]
+
+
+def in_pieces(shapes: Sequence[tuple[int, ...]], boxes: list[list[Box]], steps: int) -> list[Tensor]:
     """Return Muon's matrices after steps whose momenta and updates travel piece by piece, but for the first step."""
-    params, momenta, sent = tensors(0)[:7], [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES[:7]], Sent()
+    params, momenta, sent = tensors(0, shapes), [torch.zeros(x, dtype=torch.float64) for x in shapes], Sent()
     iterations = fn.orthogonalize(coefficients="polar_express")
     for step in range(steps):
-        for i, g in enumerate(tensors(step + 1)[:7]):
+        for i, g in enumerate(tensors(step + 1, shapes)):
             momenta[i] = 0.95 * momenta[i] + g
             direction = g + 0.95 * momenta[i]
             arrived = direction.clone()
@@ -251,31 +254,44 @@ def in_pieces(boxes: list[list[tuple[slice, ...]]], steps: int) -> list[Tensor]:
     return params
 
 
+def travelling(mesh: DeviceMesh, shape: tuple[int, ...], q: Any) -> list[Box]:
+    """Return the pieces that travel: of each matrix, also of a stack, those of the ranks, where several have some."""
+    mine = placed(torch.arange(torch.Size(shape).numel()).view(shape), mesh, q).to_local().flatten()
+    of_ranks: list[Any] = [None] * 4
+    dist.all_gather_object(of_ranks, [(int(x.min()), int(x.max()) + 1) for x in torch.unravel_index(mine, shape)]
+                           if mine.numel() else None)  # fmt: skip
+    distinct = dict.fromkeys(tuple(ends) for ends in of_ranks if ends)
+    of_matrices: dict[Any, list[Box]] = {}
+    for *first, rows, columns in distinct:
+        for k in range(*first[0]) if first else (None,):
+            inside = [slice(*rows), slice(*columns)]
+            of_matrices.setdefault(k, []).append(tuple(inside if k is None else [slice(k, k + 1), *inside]))
+    return [box for pieces in of_matrices.values() if len(pieces) > 1 for box in pieces]
+
+
 @case
-def muon_in_int8() -> float:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    placements, boxes = PLACEMENTS["FSDP2 x TP"][:7], []
-    for shape, q in zip(SHAPES, placements, strict=False):
-        index = torch.arange(shape[0] * shape[1]).view(shape)
-        mine = placed(index, mesh, q).to_local()
-        rows, columns = (mine // shape[1]).flatten().tolist(), (mine % shape[1]).flatten().tolist()
-        box = ((rows[0], rows[-1] + 1), (columns[0], columns[-1] + 1)) if rows else ((0, 0), (0, 0))
-        of_ranks: list[Any] = [None] * 4
-        dist.all_gather_object(of_ranks, box)
-        is_whole = all(p.is_replicate() for p in q)
-        boxes.append([] if is_whole else [tuple(slice(*ends) for ends in each) for each in dict.fromkeys(of_ranks)])
-    params = [torch.nn.Parameter(placed(x, mesh, q)) for x, q in zip(tensors(0), placements, strict=False)]
-    make = partial(fn.muon, codec=fn.int8(), labels=["hidden"] * 7, weight_decay=0.0)
-    opt = fn.Optimizer(params, make, lr=0.05, schedule=fn.freeze_after(1))
-    for step in range(STEPS):
-        for p, g, q in zip(params, tensors(step + 1), placements, strict=False):
-            p.grad = placed(g, mesh, q)
-        opt.step()
-    return far(whole(opt), in_pieces(boxes, STEPS))
+def muon_in_int8() -> dict[str, tuple[float, float]]:
+    """Return how far matrices, and stacks of them, are from the reference, and from exact steps."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp")), {}
+    for where, shapes, placements in (("matrices", SHAPES[:7], PLACEMENTS["FSDP2 x TP"][:7]),
+                                      ("stacks", STACKS, OF_STACKS)):  # fmt: skip
+        boxes = [travelling(mesh, shape, q) for shape, q in zip(shapes, placements, strict=True)]
+        params = [nn.Parameter(placed(x, mesh, q)) for x, q in zip(tensors(0, shapes), placements, strict=True)]
+        make = partial(fn.muon, codec=fn.int8(), labels=["hidden"] * len(shapes), weight_decay=0.0)
+        opt = fn.Optimizer(params, make, lr=0.05, schedule=fn.freeze_after(1))
+        for step in range(STEPS):
+            for p, g, q in zip(params, tensors(step + 1, shapes), placements, strict=True):
+                p.grad = placed(g, mesh, q)
+            opt.step()
+        exact = in_pieces(shapes, [[]] * len(shapes), STEPS)
+        found[where] = far(whole(opt), in_pieces(shapes, boxes, STEPS)), far(whole(opt), exact)
+    return found
 
 
 def test_in_int8_the_steps_are_those_of_whole_tensors_whose_pieces_are_encoded_alike() -> None:
-    assert max(case.answer("muon_in_int8")) <= 1e-6
+    for found in case.answer("muon_in_int8"):
+        for where, (away, from_exact) in found.items():
+            assert away <= 1e-6 < 1e-4 < from_exact, where
 
 
 EVEN: dict[str, tuple[int, tuple[int, ...], Any]] = {
