@@ -5,14 +5,19 @@
 reads `opt.state[p]` and `opt.param_groups`, and returns names of the form "state.layers.0.weight.inner.1.mu", which
 `torch.distributed.checkpoint` saves and loads on any mesh. Torch keeps only entries of `opt.state[p]`, so everything
 lies there: a parameter's own leaves, counts of the optimizer with each, and vectors of several with the first.
+
+`full_state_dict=True` brings DTensors together, on every rank or on the first, and leaves out what single ranks have,
+which no torch optimizer has any of: residual errors, and what lies at the owners of matrices. Then it is refused.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fn import tree
@@ -25,7 +30,7 @@ from fn.adapters.optim.state_dict import FORMAT, OF_RANK, check_format, marks_of
 from fn.arguments import check_kind
 from fn.base import Transform
 from fn.errors import expected
-from fn.roles import PLAN
+from fn.roles import OF_EACH_RANK, OWNED, PLAN
 
 Homes = dict[str, list[tuple[int, str]]]
 """The path of each leaf of a flat state -> the numbers of the parameters that it lies with, and its name there."""
@@ -94,7 +99,10 @@ class _ByParameter(Optimizer):
         """Return the state as those of `torch.optim` do: the leaves of each parameter, and the numbers of the groups.
 
         A load takes back the numbers of the groups, and leaves their labels, which are None here, as they are.
+
+        Raises: NotImplementedError where torch asks with options that lose what single ranks have, or cannot be loaded.
         """
+        _check_options(self)
         flat = super().state_dict()
         saved, numbers = _split(self, flat), iter(range(len(self.state)))
         listed = []
@@ -138,6 +146,34 @@ class _Leaves(Mapping[Tensor, dict[str, Tensor]]):
 
     def __len__(self) -> int:
         return sum(len(group["params"]) for group in self._core.param_groups)
+
+
+def _check_options(core: Core) -> None:
+    """Refuse options of torch's functions for state dicts that lose what single ranks have, or cannot be loaded.
+
+    Torch does not hand its options over: they are read in the frames that ask. Those of other callers have none.
+    """
+    frame, asking, options = sys._getframe(2), list[str](), None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            asking.append(frame.f_code.co_name)
+            options = options or frame.f_locals.get("info")
+        frame = frame.f_back  # type: ignore[assignment]
+    if options is None:
+        return
+    # To load whole tensors, torch asks for those that are here, without `full_state_dict` in its options meanwhile.
+    loads = "_load_optim_state_dict" in asking
+    if loads and options.flatten_optimizer_state_dict:
+        got = "both, which torch cannot load into any optimizer"
+        cure = "leave flatten_optimizer_state_dict out of both calls; what was saved so is read by "
+        cure += "torch.distributed.checkpoint.load into get_optimizer_state_dict(..., flatten_optimizer_state_dict)"
+        raise NotImplementedError(expected(asking[-1], "full_state_dict or flatten_optimizer_state_dict", got, cure))
+    loses = options.broadcast_from_rank0 if loads else options.full_state_dict
+    own = [path for path, mark in marks_of(core).items() if mark in OF_EACH_RANK or mark == OWNED]
+    if loses and own and dist.is_initialized() and dist.get_world_size() > 1:
+        wanted = "options without full_state_dict, for single ranks have parts of the state"
+        cure = "leave it out, and save the state dicts of all ranks with torch.distributed.checkpoint"
+        raise NotImplementedError(expected(asking[-1], wanted, f"it, and {own[0]!r}", cure))
 
 
 def _labelled(group: dict[str, Any], g: int, labels: Labels | None) -> dict[str, Any]:
