@@ -489,11 +489,12 @@ def _cuts(shards: Shards, over: Sequence[str], leaves: Sequence[Tensor]) -> list
     if not len(leaves) == len(over) == len(dims) == len(shapes):
         wanted, got = f"one for each of {len(leaves)} tensors", f"{len(shapes)} shapes and {len(dims)} dimensions"
         raise ValueError(expected("shards", wanted, got))
-    cuts, bound = list[Cut | None](), {axis: axes.resolve(axis) for axis in over}
-    for i, (leaf, known, dim, axis) in enumerate(zip(leaves, shapes, dims, over, strict=True)):
-        world, _, transport = bound[axis]
-        here = None if transport == axes.SIMULATED else axes.own_rank(axis)
-        shape = known
+    cuts, bound = list[Cut | None](), dict[str, tuple[int, str, int | None]]()
+    for axis in dict.fromkeys(over):
+        world, _, transport = axes.resolve(axis)
+        bound[axis] = world, transport, None if transport == axes.SIMULATED else axes.own_rank(axis)
+    for i, (leaf, shape, dim, axis) in enumerate(zip(leaves, shapes, dims, over, strict=True)):
+        world, transport, here = bound[axis]
         if shape is None or transport == axes.ALONE:  # whoever is alone has whole tensors
             shape = (leaf.shape[0] * world, *leaf.shape[1:]) if leaf.ndim else ()  # (n / W, ...) -> (n, ...)
         if isinstance(dim, Boxes) and transport == axes.ALONE:
