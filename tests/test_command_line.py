@@ -11,7 +11,7 @@ from ranks import python
 
 import fn
 from fn.__main__ import OPTIONAL, main
-from fn.planner.recommend import IMPORTS, PICKS
+from fn.planner.recommend import PICKS
 
 number = 7
 
@@ -117,16 +117,6 @@ def test_alone_it_says_what_runs_here_what_to_take_and_what_to_try_next(capsys):
     *_, line = text.strip().splitlines()
     main(line.split()[3:])  # the next command, as it is printed
     assert "same loss" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("pick", PICKS, ids=[pick.name for pick in PICKS])
-def test_the_names_in_the_code_of_a_pick_are_there(pick):
-    names = {}
-    exec(f"{IMPORTS}\n{pick.code if 'import' in pick.code else ''}", names)
-    found = re.findall(r"\bfn(?:\.\w+)+", pick.code)
-    assert found
-    if "import" not in pick.code:
-        assert all(callable(eval(name, names)) for name in found)
 
 
 def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):

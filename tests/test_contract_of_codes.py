@@ -26,8 +26,7 @@ each = pytest.mark.parametrize("method", CODES, ids=[method.name for method in C
 
 
 @each
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("dtype", "world"), [(torch.bfloat16, 3), (torch.float32, 3), (torch.float64, 1)])
 def test_phases_come_in_any_order_and_params_stay_alike_on_all_ranks(
     method: Named, dtype: torch.dtype, world: int
 ) -> None:
@@ -45,8 +44,7 @@ def test_phases_come_in_any_order_and_params_stay_alike_on_all_ranks(
 
 @each
 @pytest.mark.parametrize("phase", [W, C])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["matrix", "vector"])
+@pytest.mark.parametrize(("bad", "name"), [(float("nan"), "matrix"), (float("inf"), "vector")])
 def test_a_bad_gradient_on_any_rank_moves_nothing(method: Named, phase: Phase, bad: float, name: str) -> None:
     w = World(method.make(0.02, axis="data"), some_params()).step(W).step(C)
     g, params, inner = w.gradients(), w.params, w.state.inner

@@ -7,33 +7,6 @@ import torch
 
 import fn
 
-SOURCE = '''"""A module."""
-
-import os  # a comment behind code is code
-
-# A comment.
-
-
-def f(
-    x,
-):
-    """A docstring,
-
-    of three lines.
-    """
-    text = """not a
-    docstring"""
-    return x
-'''
-
-
-def test_code_is_counted_without_docstrings_comments_and_blanks():
-    assert house_report.code_lines(SOURCE) == 7
-
-
-def test_comments_are_lines_of_their_own():
-    assert house_report.comment_lines(SOURCE) == 1
-
 
 def test_leaf_helpers_are_left_out_of_a_way():
     params = {"w": torch.ones(3)}

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ddp_cases import Net, backward, train, wrapped
-from ranks import run
 from torch import Tensor
 
 import fn
@@ -115,41 +113,3 @@ def test_a_message_names_the_argument_what_came_and_the_cure(case: Case) -> None
     assert before.startswith(f"{case.argument}: ")
     assert came
     assert case.cure in after
-
-
-def clipped(who: tuple[int, ...], by_overlap: bool, wire: float) -> str:
-    """Clip on some ranks between backward and step, as a trainer does; return what the step says."""
-    model = Net() if by_overlap else wrapped()
-    if by_overlap:
-        with fn.bind({"data": torch.distributed.group.WORLD}):
-            opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data"), lr=0.1)
-        ddp.overlap(model, opt, least_wire_seconds=wire)
-    else:
-        opt = ddp.optimizer(model, fn.onebit_adam, lr=0.1, least_wire_seconds=wire)
-    train(model, opt, range(2))
-    backward(model, 2)
-    if torch.distributed.get_rank() in who:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    try:
-        opt.step()
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-CHANGED = (
-    "ValueError: gradients of param group 0: expected those that backward left, from which the step is taken, but they "
-    "were changed between backward and step; leave out what changes them, clip_grad_norm_ or a trainer's max_grad_norm "
-    "perhaps, and clip with {}; torch.nn.utils.get_total_norm only reads"
-)
-BY = {
-    True: "fn.Optimizer(..., max_norm=...) and keep_local(model) in place of overlap",
-    False: "fn.adapters.ddp.optimizer(..., max_norm=...)",
-}
-
-
-@pytest.mark.parametrize("by_overlap", [True, False], ids=["overlap", "ddp.optimizer"])
-def test_clipping_behind_backward_is_one_error_whose_cure_is_of_the_function_that_was_called(by_overlap):
-    message = CHANGED.format(BY[by_overlap])
-    wire = 0.0 if by_overlap else 3600.0  # where steps are not overlapped
-    assert run(2, clipped, (0, 1), by_overlap, wire) == [message, message]

@@ -69,19 +69,3 @@ def test_updates_do_not_take_the_dtype_of_the_rate(optimizer, phase):
         updates, _ = tx.update(phase)(params, tx.init(params), params)
         found.append([u.dtype for u in tree.leaves(updates)])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
-def test_zero_one_adam_takes_steps_in_place_on_them(dtypes):
-    params = [torch.nn.Parameter(p) for p in model(dtypes).values()]
-    phases = (Phase.WARMUP, Phase.LOCAL, Phase.COMPRESSED)
-    opt = fn.Optimizer(
-        params, lambda **k: fn.zero_one_adam(axis="data", **k), schedule=lambda t: phases[t], lr=RATES["float64"]
-    )
-    start, before = form(opt.states), [p.detach().clone() for p in params]
-    for _ in phases:
-        for p in params:
-            p.grad = torch.ones_like(p)
-        opt.step()
-        assert form(opt.states) == start
-        assert all(not torch.equal(p, b) for p, b in zip(params, before, strict=True))

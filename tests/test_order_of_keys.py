@@ -54,20 +54,6 @@ def test_gradients_in_another_order_train_the_same(optimizer):
     torch.testing.assert_close(trained(tx, phases, dims, gradients_turned=True), expected)
 
 
-LINKS = {
-    "coded mean": lambda: fn.compressed_average("data", fn.sign()),
-    "shards by tensor": lambda: fn.loco_adamw(0.1, axis="data", layout="per_tensor"),
-    "shards of params": lambda: fn.loco_adamw(0.1, axis="data", master=True),
-}
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_links_keep_what_was_not_delivered_by_key(name):
-    phases = [Phase.WARMUP, *[Phase.COMPRESSED] * 3] if name != "coded mean" else [Phase.COMPRESSED] * 3
-    expected = trained(LINKS[name](), phases, None)
-    torch.testing.assert_close(trained(LINKS[name](), phases, None, gradients_turned=True), expected)
-
-
 @pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb])
 def test_params_in_another_order_than_at_init_train_the_same(make):
     """As those of a file that sorts its keys."""

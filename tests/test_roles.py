@@ -95,23 +95,6 @@ def test_a_state_whose_fields_have_any_names_trains(method):
     assert trained(method, WORDS) == wanted
 
 
-class Tokens(NamedTuple):
-    """How many tokens of padding were left out so far."""
-
-    skipped: torch.Tensor
-
-
-def test_a_count_of_tokens_that_is_called_skipped_skips_no_step():
-    link = fn.lift(lambda params: Tokens(torch.tensor(0)), lambda u, state, params: (u, Tokens(state.skipped + 512)))
-    p = torch.nn.Parameter(torch.ones(3))
-    opt = fn.Optimizer([p], lambda lr: fn.chain(link, fn.adamw(lr, weight_decay=0.0)), lr=0.1)
-    for _ in range(2):
-        p.grad = torch.ones(3)
-        opt.step()
-    assert opt.skipped == 0
-    torch.testing.assert_close(p.detach(), torch.full((3,), 0.8))
-
-
 class OwnState(NamedTuple):
     """A state that declares its fields."""
 

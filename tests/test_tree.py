@@ -65,24 +65,3 @@ def test_fields_finds_a_name_at_every_depth_outermost_first():
     t = Pair(Pair(1, 2), {"k": [Pair(3, 4)]})
     assert tree.fields(t, "left") == [Pair(1, 2), 1, 3]
     assert tree.fields(t, "middle") == []
-
-
-@pytest.mark.parametrize(
-    ("leaf", "found"),
-    [
-        (torch.ones(2, dtype=torch.int64), "int64"),
-        (torch.ones(2, dtype=torch.complex64), "complex64"),
-        (torch.ones(2, dtype=torch.bool), "bool"),
-        (torch.eye(2).to_sparse(), "sparse"),
-        (1.0, "float"),
-        (None, "NoneType"),
-    ],
-)
-def test_check_real_names_the_argument_the_leaf_and_what_it_is(leaf, found):
-    with pytest.raises(TypeError, match=rf"gradients.*'left\.1'.*{found}"):
-        tree.check_real(Pair([torch.ones(1), leaf], torch.ones(1)), "gradients")
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_check_real_lets_every_real_floating_dtype_pass(dtype):
-    tree.check_real([torch.ones(2, dtype=dtype), torch.ones(2, 2, dtype=dtype).T], "params")

@@ -16,12 +16,6 @@ def test_every_named_optimizer_has_a_row() -> None:
     assert {named.name.split(",")[0] for named in (*OPTIMIZERS, *OTHERS)} <= {name.split(",")[0] for name in METHODS}
 
 
-def test_splits_share_nothing() -> None:
-    for name, setting in TASKS.items():
-        assert set(setting.choosing).isdisjoint(setting.seeds), name
-        assert len(setting.seeds) >= 3
-
-
 def test_every_run_ends_with_all_ranks_alike() -> None:
     """Else the mean that is scored would be one more exchange, which nobody counts."""
     for steps in (*(task.steps for task in TASKS.values()), runs.QUICK_STEPS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -39,18 +38,3 @@ def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
         assert f"| {part} | {row['name']} |" in ended.stdout
         assert row["ok"] is not False
         assert row["ok"] is None or row["wanted"] == "right"
-
-
-def test_the_fastest_launch_takes_the_line_of_the_one_before(monkeypatch):
-    pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
-    sweep = importlib.import_module("benchmarks.gpu.sweep")
-    launches = importlib.import_module("fn.kernels.gpu.triton.launches")
-    text = sweep.TABLE.read_text()
-    for name in sweep.CALLS:
-        assert sweep.written(text, name, sweep.shown(launches.LAUNCHES[name])) == text
-    other = launches.Launch(2048, registers=48)
-    scope: dict[str, object] = {"__name__": "launches"}
-    exec(sweep.written(text, "onebit_kernel", sweep.shown(other)), scope)
-    found = scope["LAUNCHES"]
-    assert found == {**launches.LAUNCHES, "onebit_kernel": other}

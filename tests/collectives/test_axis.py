@@ -117,45 +117,6 @@ def test_a_failed_simulation_leaves_no_binding_behind():
     assert fn.axis_size("data") == 1
 
 
-def test_nested_axes_are_told_apart():
-    """Node x local: each rank knows both of its indices, and each mean is over its own axis."""
-
-    def f(x):
-        return fn.axis_index("node"), fn.axis_index("local"), fn.pmean(x, "node"), fn.pmean(x, "local")
-
-    x = torch.arange(6.0).view(2, 3)
-    node, local, over_nodes, over_locals = fn.simulate(fn.simulate(f, "local", 3), "node", 2)(x)
-    assert node.tolist() == [[0] * 3, [1] * 3]
-    assert local.tolist() == [[0, 1, 2]] * 2
-    assert torch.equal(over_nodes, x.mean(0).expand(2, 3))
-    assert torch.equal(over_locals, x.mean(1, keepdim=True).expand(2, 3))
-
-
-def test_a_binding_belongs_to_the_thread_that_entered_it():
-    seen = []
-
-    def look():
-        seen.append(fn.axis_size("data"))
-
-    def f(x):
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        return x
-
-    fn.simulate(f, "data", 3)(torch.ones(3))
-    assert seen == [1]
-
-
-def test_the_current_binding_can_be_entered_again_later():
-    kept = []
-    fn.simulate(lambda x: (kept.append(current_binding()), x)[1], "data", 3)(torch.ones(3))
-    assert fn.axis_size("data") == 1
-    with kept[0], kept[0]:
-        assert fn.axis_size("data") == 3
-    assert fn.axis_size("data") == 1
-
-
 def test_world_size_in_the_environment_without_a_group_is_an_error_not_a_local_step(monkeypatch):
     with monkeypatch.context() as m:
         m.setenv("WORLD_SIZE", "2")

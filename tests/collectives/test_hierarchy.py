@@ -258,14 +258,6 @@ def test_errors_of_servers_that_differ_between_nodes_are_seen_in_a_simulation():
     assert torch.equal(u["w"][:, 0], u["w"][:, 1])
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_by_all_nodes_of_a_simulation():
-    tx, dims, g, state, p = warmed_up()
-    g["w"][1, 0, 5] = float("nan")
-    u, state = grid_step(tx, dims, (None, dims))(g, state, p)
-    assert not u["w"].any()
-    assert state.skipped == 1
-
-
 def test_two_nodes_of_two_processes_give_bit_for_bit_what_the_simulation_gives():
     answers = ranks.run(4, both)
     for name, tx in optimizers().items():

@@ -180,6 +180,14 @@ def test_simulated_collectives_compile_to_one_graph_and_agree_with_eager(graphs)
     assert graphs.count == 1
 
 
+two = ranks.Cases(2)
+
+
+@two
+def on_both_ways():
+    return [on_processes(compile) for compile in (False, True)]
+
+
 def on_processes(compile: bool):
     with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank())).view(-1)
@@ -189,7 +197,7 @@ def on_processes(compile: bool):
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_processes_exchange_what_the_simulation_exchanges(compile):
-    found = ranks.run(2, on_processes, compile)
+    found = [ways[compile] for ways in two.answer("on_both_ways")]
     simulated = world(all_of_them, 2)(torch.stack([x for x, _, _ in found]))
     for rank, (_, (swapped, gathered, mean, index), passed_by) in enumerate(found):
         assert torch.equal(swapped, simulated[0][rank])
@@ -199,6 +207,7 @@ def test_processes_exchange_what_the_simulation_exchanges(compile):
         assert torch.allclose(passed_by.view(-1), mean, rtol=1e-6)
 
 
+@two
 def every_dtype() -> list:
     with fn.bind({"data": dist.group.WORLD}):
         x = torch.arange(4).view(2, 2) + 10 * dist.get_rank()
@@ -209,7 +218,7 @@ def every_dtype() -> list:
 
 def test_processes_take_every_dtype_that_the_simulation_takes():
     x = torch.stack([torch.arange(4).view(2, 2), torch.arange(4).view(2, 2) + 10])
-    for rank, found in enumerate(ranks.run(2, every_dtype)):
+    for rank, found in enumerate(two.answer("every_dtype")):
         for dtype, (total, swapped, gathered) in zip(DTYPES, found, strict=True):
             assert total.dtype == swapped.dtype == gathered.dtype == dtype
             assert torch.equal(total, x.sum(0).to(dtype))
@@ -293,6 +302,7 @@ def test_one_rank_is_differentiated(collective, differentiate):
     assert found.tolist() == ([2] if differentiate is not in_forward_mode else 2)
 
 
+@two
 def differentiated_on_processes() -> dict:
     found = {}
     with fn.bind({"data": dist.group.WORLD}):
@@ -313,7 +323,7 @@ def differentiated_on_processes() -> dict:
 
 def test_processes_refuse_to_differentiate_a_collective():
     """torch gives zeros there, from torch.func without a word."""
-    for found in ranks.run(2, differentiated_on_processes):
+    for found in two.answer("differentiated_on_processes"):
         for name in ("no_grad", "detached", "aux"):
             assert found.pop(name).tolist() == [1, 3]
         assert len(found) == 15

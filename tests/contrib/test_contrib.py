@@ -13,8 +13,7 @@ import registry
 
 import fn
 from fn.__main__ import main
-from fn.planner import methods, traffic
-from fn.planner.network import Cost, network
+from fn.planner import methods
 
 ROOT = Path(fn.__file__).parents[1]
 HERE = ROOT / "fn/contrib"
@@ -91,15 +90,3 @@ def test_the_plan_shows_methods_of_contrib_where_it_is_asked_to(capsys: pytest.C
     rows = {row.name for row in methods.rows(contrib=True)} - {row.name for row in methods.rows()}
     assert not shown[0] & rows
     assert rows <= shown[1]
-
-
-def test_the_density_of_the_plan_is_that_of_its_sparse_methods() -> None:
-    model, net = traffic.model(10**8), network(4, 4, Cost(1e-6, 1e9))
-    sizes = {
-        density: {m.name: m.size for m in methods.methods(model, net, density=density, contrib=True)}
-        for density in (None, 1 / 1024, 1 / 64)
-    }
-    changed = [name for name in sizes[None] if sizes[1 / 1024][name] != sizes[1 / 64][name]]
-    assert changed
-    for name in changed:
-        assert sizes[1 / 64][name] == pytest.approx(16 * sizes[1 / 1024][name], rel=0.1)

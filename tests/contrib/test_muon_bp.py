@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from muon_on_shards import beside_whole_matrices, take_the_steps_of_whole_matrices
+from muon_on_shards import take_the_steps_of_whole_matrices
 from recorded_muon import Case, each_of, replayed
 from simulated import normal, one_step, same
 
@@ -43,16 +42,6 @@ def test_what_has_fewer_rows_than_blocks_has_fewer_blocks() -> None:
     u, _ = tx.update(W)(params, tx.init(params), params)
     assert seen == [[1, 1, 2, 2, 1]]
     assert same(u, params)
-
-
-def on_shards() -> tuple[float, float, int, int]:
-    return beside_whole_matrices(fn.contrib.muon_bp)
-
-
-def test_on_fsdp2s_shards_it_has_the_params_of_whole_matrices_and_sends_nothing_between() -> None:
-    for off, moved, sent, between in ranks.run(2, on_shards):
-        assert off <= 1e-9 < moved
-        assert sent > 0 == between
 
 
 @pytest.mark.parametrize(

@@ -105,19 +105,6 @@ def test_simulated_ranks_average_the_chosen_numbers_and_keep_the_others(density:
     assert sent.total == 2 * -(-numbers * 4 // 3)  # two turns, each 2 (W - 1) / W of the bytes
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_mean_that_is_not_finite_is_left_out_by_all_ranks_and_the_turn_counts(bad: float) -> None:
-    tx = fn.contrib.sparse_average("data", 1.0)
-
-    def run(x: Tensor) -> Any:
-        return tx.compressed_update(x, tx.init(x), x)
-
-    x = torch.tensor([[1.0, 2.0], [3.0, bad]])
-    found, state = fn.simulate(run, "data", 2, out_dims=(0, None))(x)
-    assert torch.equal(found.nan_to_num(5), x.nan_to_num(5))
-    assert (int(state.turn), int(state.left_out)) == (1, 1)
-
-
 def test_other_phases_pass_and_count_no_turn() -> None:
     tx, x = fn.contrib.sparse_average("data", 0.5), torch.ones(3)
     for phase in (fn.Phase.WARMUP, fn.Phase.LOCAL):

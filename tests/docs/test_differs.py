@@ -61,8 +61,3 @@ def test_every_difference_is_shown_by_a_test_and_every_quote_is_current():
     assert not not_shown, "no test quotes these sentences:\n" + "\n".join(not_shown)
     not_said = [f"{name}: {s}" for name, s in sorted(shown() - said())]
     assert not not_said, "tests quote what no docstring says:\n" + "\n".join(not_said)
-
-
-def test_the_reader_sees_paragraphs_and_sentences():
-    doc = "Do.\n\nArgs: x.\n\nDiffers: a is `b`, 1.5 times. `C` is d;\n    e.\nRaises: f.\n"
-    assert [sentences(text) for text in differences(doc)] == [["a is `b`, 1.5 times.", "`C` is d; e."]]

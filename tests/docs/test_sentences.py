@@ -55,31 +55,3 @@ def said_backwards(source: str) -> list[str]:
 def test_first_sentences_and_errors_are_in_plain_order() -> None:
     found = {str(path.relative_to(HOUSE)): said_backwards(path.read_text()) for path in sorted(HOUSE.rglob("*.py"))}
     assert {name: texts for name, texts in found.items() if texts} == {}
-
-
-SOURCE = '''
-"""Modules, too.
-
-Of a second paragraph nothing is asked, too.
-"""
-
-def f(x):
-    """Return a pair of which one is x. The second sentence is free, too."""
-    cure = f"take {x}, say"
-    free = "too many, of which some are no errors"
-    if free:
-        raise ValueError(expected("x", "a number, too", x, cure))
-
-LEAST = 3
-"""Say more, say."""
-'''
-
-
-def test_the_reader_sees_docstrings_errors_and_texts_with_a_name() -> None:
-    assert said_backwards(SOURCE) == [
-        ", say",
-        "Modules, too.",
-        "Return a pair of which one is x.",
-        "Say more, say.",
-        "a number, too",
-    ]

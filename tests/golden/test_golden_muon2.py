@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import late_recordings
 import numpy as np
 import pytest
 import recorded_muon
@@ -272,13 +271,7 @@ def replay_dion2(case: Case) -> dict[str, list[Step]]:
     return {"replicated": stepped(case, dion2(case), lambda state: state)}
 
 
-def replay_late(case: Case) -> dict[str, list[Step]]:
-    ranks = dist.get_world_size(), dist.get_rank()
-    return {"replicated": late_recordings.replay(case.row, case.arrays, ranks)}
-
-
 METHODS: dict[str, Callable[[Case], dict[str, list[Step]]]] = {
-    "late": replay_late,
     "muon": replay_muon,
     "normuon": replay_muon,
     "dion2": replay_dion2,
@@ -286,7 +279,8 @@ METHODS: dict[str, Callable[[Case], dict[str, list[Step]]]] = {
 }
 """Method -> what replays its recordings on a rank of the axis "data", in one way or several."""
 
-CASES = [case for path in sorted(FOLDER.glob("index*.json")) for case in json.loads(path.read_text())["cases"]]
+INDEXES = sorted(path for path in FOLDER.glob("index*.json") if path.name != "index_late.json")  # test_golden_late.py
+CASES = [case for path in INDEXES for case in json.loads(path.read_text())["cases"]]
 ROWS = {row["name"]: row for row in CASES if not (row["method"] == "normuon" and row["hyper"].get("flatten"))}
 """Rows by name. Left out is NorMuon of flattened tensors: the original has norms of the kernels there."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial, wraps
 from typing import Any
 
@@ -68,6 +67,10 @@ def train(make: Any, axes: dict[str, int]) -> tuple[int, list[torch.Tensor], int
     return taken, [p.detach() for p in params], opt.skipped
 
 
+two = ranks.Cases(2)
+
+
+@two
 def by_hand_and_by_name() -> list[Any]:
     by_hand = partial(onebit_adam_by_hand, axis="data")
     by_name = partial(fn.onebit_adam, axis="data", weight_decay=0.01)
@@ -75,20 +78,25 @@ def by_hand_and_by_name() -> list[Any]:
 
 
 def test_a_chain_by_hand_is_the_named_optimizer_bit_for_bit_and_in_place():
-    for by_hand, by_name in ranks.run(2, by_hand_and_by_name):
+    for by_hand, by_name in two.answer("by_hand_and_by_name"):
         assert by_hand[0] == by_name[0] >= 7
         assert by_hand[2] == by_name[2] == 1
         assert all(map(torch.equal, by_hand[1], by_name[1]))
 
 
-def name_and_tuple_of_it(servers: bool) -> list[Any]:
-    makes = [partial(chains.onebit_adam, axis=axis, servers=servers) for axis in ("data", ("data",))]
-    return [train(make, {"data": dist.get_world_size()}) for make in makes]
+@two
+def name_and_tuple_of_it() -> dict[bool, list[Any]]:
+    axes = {"data": dist.get_world_size()}
+    return {
+        servers: [train(partial(chains.onebit_adam, axis=axis, servers=servers), axes) for axis in ("data", ("data",))]
+        for servers in (True, False)
+    }
 
 
 @pytest.mark.parametrize("servers", [True, False])
 def test_an_axis_in_a_tuple_is_taken_in_place_as_the_same_axis_by_its_name(servers):
-    for (taken, by_name, _), (taken_too, in_tuple, _) in ranks.run(2, name_and_tuple_of_it, servers):
+    for found in two.answer("name_and_tuple_of_it"):
+        (taken, by_name, _), (taken_too, in_tuple, _) = found[servers]
         assert taken == taken_too >= 7
         assert all(map(torch.equal, by_name, in_tuple))
 
@@ -176,21 +184,6 @@ def test_decays_add_up_and_rates_multiply():
     updates, _ = tx.update(Phase.WARMUP)(grads, state, plain)
     found.stage(grads, state, ours).commit()
     torch.testing.assert_close(ours[0], fn.apply_updates(plain, updates)[0])
-
-
-def test_a_copy_of_a_chain_has_the_rate_of_the_chain():
-    lr = torch.tensor(0.1)
-    tx = adamw_by_hand(lr)
-    copied = copy.deepcopy(tx)
-    for each in (tx, copied):
-        found = fn.skip_nonfinite(each)
-        params = [torch.ones(3)]
-        state = found.init(params)
-        lr.fill_(0.5)
-        staged = in_place(found.update(Phase.WARMUP))
-        assert isinstance(staged, InPlace)
-        staged.stage([torch.ones(3)], state, params).commit()
-        torch.testing.assert_close(params[0], torch.full((3,), 0.5 - 0.005))
 
 
 def test_explain_says_which_phase_is_fast_and_which_link_is_in_the_way():

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import Phase, tree
-from fn.adapters.deepspeed import transforms as deepspeed
+from fn import tree
 from fn.collectives.transports import tcp
-from fn.inplace.match import in_place
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -91,11 +89,3 @@ def test_a_sharded_step_in_place_is_the_pure_step(world, own_connections):
             assert max(differences) < (3e-6 if exact else 1e-2), (hyper, differences)
             for mine, pure in sent[1:3] + sent[6:]:
                 assert mine == pure, hyper
-
-
-@pytest.mark.parametrize("link", [fn.scale_by_onebit_adam(sync=fn.compressed_average("data", fn.sign())),
-                                  deepspeed.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=fn.chain())])  # fmt: skip
-def test_other_moments_on_shards_are_taken_link_by_link(link):
-    inner = fn.chain(link, fn.scale_by_learning_rate(1e-3))
-    tx = fn.skip_nonfinite(fn.sharded(inner, "node"))
-    assert "scale_by_onebit_adam whose sync does nothing" in str(in_place(tx.update(Phase.COMPRESSED)))

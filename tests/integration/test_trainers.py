@@ -63,10 +63,6 @@ METHODS = {
     "onebit_adam": "fn.onebit_adam, lr=3e-3, schedule=fn.freeze_after(8)",
 }
 ADAMW = {"use_cpu=True": "use_cpu=True, learning_rate=3e-3"}
-INT4 = {
-    "import torch\n": CHANGED["import torch\n"],
-    END: f"{END}fn.adapters.trainers.hf.average_gradients(trainer)\n",
-}
 LORA = """from peft import LoraConfig, get_peft_model
 
 model = get_peft_model(GPT2LMHeadModel(config), LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True))
@@ -142,11 +138,6 @@ def test_a_single_process_trains_without_torchrun(tmp_path):
     assert {row["bytes_sent"] for row in end["log"] if "loss" in row} == {0}
 
 
-def test_int4_gradients_keep_the_trainers_optimizer(tmp_path):
-    ends = check_run_and_resume(BASE, {**ADAMW, **INT4}, tmp_path)
-    assert loss_of(ends) == pytest.approx(adamw(), rel=0.1)
-
-
 @pytest.mark.parametrize(
     "settings", ["bf16=True", "torch_compile=True, torch_compile_backend='aot_eager'", "gradient_checkpointing=True"]
 )
@@ -165,25 +156,3 @@ def test_lora_trains_its_factors_by_adamw(method, tmp_path):
     names = [name for end in ends for name in end["opt"]]
     assert sum(".adamw." in name and ".nu." in name for name in names) == (8 if method == "muon" else 16)
     assert not any(".muon." in name for name in names)
-
-
-LOOP = (HERE / "train_with_local_sgd.py").read_text()
-IMPORT = {"from accelerate.local_sgd import": "from fn.adapters.trainers.accelerate import"}
-CODES = {
-    "import torch\n": "import torch\n\nimport fn\n",
-    "enabled=True)": "enabled=True, codec=fn.int8(), outer=fn.scale_by_learning_rate(1.0))",
-}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_one_import_changes_accelerates_local_sgd_and_no_number(ranks, tmp_path):
-    theirs = torchrun(script(LOOP, {}, tmp_path), tmp_path / "theirs", ranks=ranks)
-    ours = torchrun(script(LOOP, IMPORT, tmp_path), tmp_path / "ours", ranks=ranks)
-    coded = torchrun(script(LOOP, {**IMPORT, **CODES}, tmp_path), tmp_path / "coded", ranks=ranks)
-    for a, b, c in zip(theirs, ours, coded, strict=True):
-        assert differing(a["model"], b["model"]) == []
-        assert a["losses"] == b["losses"]
-        assert differing(c["model"], coded[0]["model"]) == []
-        last = [sum(run["losses"][-10:]) / 10 for run in (a, c)]
-        assert last[1] == pytest.approx(last[0], abs=0.3)
-        assert last[1] < 0.9 * c["losses"][0]

@@ -36,13 +36,12 @@ def run(*arguments: str, capability: str = CAPABILITY, threads: int = 1) -> str:
 @pytest.mark.skipif(CAPABILITY == "default", reason="this processor has one set of instructions only")
 def test_codes_of_rounds_lead_to_the_same_anchors_on_processors_that_compute_otherwise(tmp_path):
     run("record", log := str(tmp_path / "rounds.pt"))
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(partial(run, "replay", log, row, capability=capability, threads=threads))
-            for row in ("agreed", "own")
+            pool.submit(partial(run, "replay", log, capability=capability, threads=threads))
             for capability, threads in MACHINES
         ]
-    first, second, own, other = (json.loads(job.result()) for job in jobs)
+    (first, own), (second, other) = (json.loads(job.result()) for job in jobs)
     assert len(first) > 10
     assert first == second
     assert own["diloco, int8"] != other["diloco, int8"]  # or this would prove nothing

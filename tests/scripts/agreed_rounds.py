@@ -1,10 +1,10 @@
 """Record the codes of rounds of local steps, or replay them and print what anchors and outer states they lead to.
 
     python agreed_rounds.py record FILE
-    python agreed_rounds.py replay FILE [own]
+    python agreed_rounds.py replay FILE
 
-Replays in processes whose machines compute otherwise must lead to the same bits, within the agreed row. own: the row
-that this machine takes by itself.
+Replays in processes whose machines compute otherwise must lead to the same bits, within the agreed row. What the row
+that this machine takes by itself leads to is printed behind that.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def exchanges(name: str, binding: Binding, row: Any) -> list[str]:
     return found
 
 
-def main(what: str, path: str, row: str = "agreed") -> None:
+def main(what: str, path: str) -> None:
     """Do what the command says."""
     if what == "record":
         pair = register("a pair", Transport(torch.clone, lambda x: torch.stack([x, x]), lambda x: x * 2))
@@ -87,15 +87,11 @@ def main(what: str, path: str, row: str = "agreed") -> None:
         torch.save(logs, path)
         return
     logs = torch.load(path)
-    rows = agreed_row if row == "agreed" else nullcontext
-    print(
-        json.dumps(
-            {
-                name: exchanges(name, fn.replayed({"islands": 2}, steps.__getitem__), rows)
-                for name, steps in logs.items()
-            }
-        )
-    )
+    found = [
+        {name: exchanges(name, fn.replayed({"islands": 2}, steps.__getitem__), row) for name, steps in logs.items()}
+        for row in (agreed_row, nullcontext)
+    ]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
 
 
 ONE_OF_EACH_KIND = (
-    "adamw", "onebit_adam", "zero_one_adam", "loco_adamw", "muon, int8", "dion", "streaming", "sparse_loco", "demo",
-    "freeze_when_stable", "des_loc", "no_loco", "primal_average", "sparta", "norm_guard, streaming",
+    "adamw", "onebit_adam", "zero_one_adam", "loco_adamw", "muon, int8", "streaming", "freeze_when_stable", "des_loc",
+    "no_loco", "primal_average",
 )  # fmt: skip
 LATER = [pytest.param(name, marks=pytest.mark.reliability) for name in METHODS if name not in ONE_OF_EACH_KIND]
 

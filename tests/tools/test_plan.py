@@ -61,30 +61,6 @@ def test_what_to_take_stands_in_three_lines_at_most_that_hold_against_the_table(
     assert all(source in said[2] for source in other["sources"][:1])
 
 
-@pytest.mark.parametrize(
-    ("flags", "parts", "said"),
-    [
-        ("1gbit", (0.85, 0.65), "reach 85 % of 1 Gbit/s, those in buckets 65 %; published"),
-        ("10gbit", (0.92, 0.92 * 0.65 / 0.85), ": NCCL at 10 Gbit/s, discuss.pytorch.org/t/194008."),
-        ("25gbit --transport gloo", (0.18, 0.18 * 0.65 / 0.85),
-         "These 4.5 Gbit/s are less than the 8.9 Gbit/s of gloo at 10 Gbit/s: so it was published."),
-        ("25gbit", (0.45, 0.45 * 0.65 / 0.85), ": NCCL at 25 Gbit/s, discuss.pytorch.org/t/194008."),
-        ("100gbit", (0.45, 0.45 * 0.65 / 0.85), " Above 25 Gbit/s nothing is published: that part is a guess."),
-        ("25gbit --whole-efficiency 0.9", (0.9, 0.9 * 0.65 / 0.85), "; --whole-efficiency; buckets have 76 % of that"),
-        ("25gbit --bucket-efficiency 0.3", (0.45, 0.3), "; --bucket-efficiency; published for TCP (over RDMA give "),
-        ("25gbit --whole-efficiency 1 --bucket-efficiency 0.9", (1, 0.9), "; --whole-efficiency, --bucket-efficiency."),
-    ],
-)  # fmt: skip
-def test_a_line_says_which_part_of_the_links_is_reached(flags, parts, said, capsys, tmp_path):
-    line = ETHERNET.replace("100mbit", flags).split()
-    main([*line, "--json", str(tmp_path / "plan.json")])
-    found = json.loads((tmp_path / "plan.json").read_text())["links"]
-    (shown,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Links between nodes: "))
-    assert (found["whole"], found["buckets"]) == pytest.approx(parts)
-    assert found["words"] == shown
-    assert said in shown
-
-
 def test_what_is_published_at_this_size_stands_in_front_where_it_is_sooner(capsys, tmp_path):
     line = LINE.replace("1.3e9", "914e6").split()
     main([*line, "--json", str(tmp_path / "plan.json")])

@@ -52,9 +52,15 @@ def test_tiles_lose_no_number_and_come_back(shape: list[int], tile: int) -> None
     assert torch.equal(fn.tiles(tile).back(parts, x.shape), x)
 
 
-@pytest.mark.parametrize("batch", [1, 60, 1 << 18])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("kind", [fn.tiles, fn.dct])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "batch"),
+    [
+        (fn.tiles, torch.float32, 1),
+        (fn.tiles, torch.bfloat16, 60),
+        (fn.dct, torch.float64, 60),
+        (fn.dct, torch.float32, 1 << 18),
+    ],
+)
 @given(shapes=st.lists(SHAPES, min_size=1, max_size=6), tile=st.integers(1, 11))
 def test_a_list_is_cut_and_put_together_as_its_tensors_are(kind, dtype, batch, shapes, tile) -> None:
     basis, shapes = kind(tile), [torch.Size(shape) for shape in [*shapes, *shapes[:2]]]
@@ -137,10 +143,6 @@ def test_what_arrived_and_the_errors_are_what_was_to_be_sent(basis: Basis) -> No
     for length, error in zip(sorted({part.shape[1] for part in parts}), errors, strict=True):
         wanted = torch.cat([part.flatten() for part in parts if part.shape[1] == length])
         torch.testing.assert_close(error.mean(0), wanted, rtol=0, atol=1e-12)
-
-
-def test_a_basis_is_shown_by_its_functions():
-    assert repr(fn.tiles(4)).startswith("Basis(into=_basis.<locals>.<lambda>, back=")
 
 
 def test_at_rest_nothing_is_taken_anywhere():

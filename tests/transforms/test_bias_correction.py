@@ -48,7 +48,7 @@ def adamws(decay: float, held: Callable[[int], bool]) -> torch.Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("warm", [1, 3, 8, STEPS], ids="a warm-up of {}".format)
+@pytest.mark.parametrize("warm", [1, 8], ids="a warm-up of {}".format)
 @pytest.mark.parametrize("name", MAKES)
 def test_the_first_steps_are_adamws_where_ranks_agree_and_codes_are_exact(name: str, warm: int) -> None:
     """Frozen moments are those of the steps before, and as large as they should be.

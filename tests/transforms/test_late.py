@@ -1,13 +1,10 @@
-"""`fn.late`: directions that arrive one step late, against recorded runs, a loop by hand and real ranks."""
+"""`fn.late`: directions that arrive one step late, against a loop by hand and real ranks."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import inspect
 import itertools
 import json
-import os
 import sys
 import threading
 from functools import partial
@@ -27,28 +24,8 @@ from fn import Phase, Round, roles, tree
 FOLDER = Path(__file__).parents[1] / "golden"
 sys.path.insert(0, str(FOLDER))
 
-import late_recordings  # noqa: E402
 
 ROWS = json.loads((FOLDER / "muon2" / "index_late.json").read_text())["cases"]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
-def test_the_recorded_run_is_replayed_in_simulated_ranks(row: dict[str, Any]) -> None:
-    """Each array in each step.
-
-    Differs: fn.transforms.late.late: the paper's text was not at hand; that decay and rate are part of the corrected
-        update is that reading.
-    """
-    file = FOLDER / "muon2" / row["file"]
-    assert hashlib.sha256(file.read_bytes()).hexdigest() == row["sha256"]
-    arrays = dict(np.load(file))
-    names = {name for name in arrays if name.split(".")[-1] not in ("init", "a", "c", "noise")}
-    for t, step in enumerate(late_recordings.replay(row, arrays, None)):
-        assert step.keys() == names
-        for name, found in step.items():
-            wanted = torch.from_numpy(arrays[name][t]).double()
-            limit = row["tolerance"] * max(1.0, float(wanted.abs().max()))
-            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=limit, msg=f"{name} after step {t}")
 
 
 def int4_adamw(lr: Any = 1e-3, *, axis: str) -> fn.Transform:
@@ -76,6 +53,7 @@ METHODS: dict[str, Any] = {
 }
 SHAPES = [(6, 4), (5,), (4, 6), (6, 4)]
 SCHEDULE = fn.every(1, delay=1, start=2)
+two = ranks.Cases(2)
 
 
 def start() -> list[Tensor]:
@@ -103,6 +81,7 @@ def take(opt: fn.Optimizer, grads: list[Tensor]) -> None:
     opt.step()
 
 
+@two
 def pure_and_flying() -> dict[str, list[bool]]:
     """Go on from a warm-up, whose steps in place round otherwise, by the optimizer and by the pure function."""
     found = {}
@@ -127,14 +106,8 @@ def pure_and_flying() -> dict[str, list[bool]]:
 @pytest.mark.parametrize("name", METHODS)
 def test_real_ranks_agree_with_the_pure_loop_bit_for_bit(name: str) -> None:
     """Their messages fly behind the next step, and the pure function takes each at once."""
-    for of_rank in found_by_ranks(2):
+    for of_rank in two.answer("pure_and_flying"):
         assert all(of_rank[name]), of_rank[name]
-
-
-def found_by_ranks(world: int, cache: dict[int, Any] = {}) -> Any:  # noqa: B006
-    if world not in cache:
-        cache[world] = ranks.run(world, pure_and_flying)
-    return cache[world]
 
 
 def behind_a_link(lr: Any, axis: str) -> fn.Transform:
@@ -142,6 +115,7 @@ def behind_a_link(lr: Any, axis: str) -> fn.Transform:
     return fn.chain(fn.stateless(lambda u, params: u), fn.late(fn.adamw)(lr, axis=axis))
 
 
+@two
 def with_and_without_the_link() -> tuple[list[Tensor], ...]:
     with fn.bind({"data": dist.group.WORLD}):
         both = [by_optimizer(make, 8) for make in (behind_a_link, fn.late(fn.adamw))]
@@ -151,10 +125,11 @@ def with_and_without_the_link() -> tuple[list[Tensor], ...]:
 
 
 def test_a_local_step_that_goes_link_by_link_leaves_what_is_on_its_way_as_it_was() -> None:
-    for found, right in ranks.run(2, with_and_without_the_link):
+    for found, right in two.answer("with_and_without_the_link"):
         torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-7)
 
 
+@two
 def on_shards() -> bool:
     rank, tx = dist.get_rank(), fn.late(fn.muon)(0.01, shards="shard", codec=fn.int8())
     whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -175,7 +150,7 @@ def on_shards() -> bool:
 
 
 def test_muon_on_shards_is_late_and_agrees_with_the_pure_loop() -> None:
-    assert ranks.run(2, on_shards) == [True, True]
+    assert two.answer("on_shards") == [True, True]
 
 
 def named(make: Any, **more: Any) -> Any:
@@ -278,6 +253,7 @@ def test_a_direction_that_is_not_finite_moves_nothing_counts_once_and_leaves_the
     assert path == [(0.0, 0), (-1.0, 0), (-1.0, 1), (-5.0, 1)]
 
 
+@two
 def train_two_groups() -> Any:
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
     with fn.bind({"data": dist.group.WORLD}):
@@ -294,7 +270,7 @@ def train_two_groups() -> Any:
 
 
 def test_a_skip_is_seen_by_all_ranks_and_by_all_groups() -> None:
-    first, second = ranks.run(2, train_two_groups)
+    first, second = two.answer("train_two_groups")
     assert first == second
     assert [skipped for _, skipped in first] == [0, 0, 1, 1, 1]
     assert first[2][0] == first[1][0] != first[3][0]
@@ -323,14 +299,17 @@ def test_a_param_group_that_joins_begins_with_its_own_first_update() -> None:
     assert path == [1.0, 0.5, -1.0]  # nothing; 0.5; 1.0 + (1.0 - 0.5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon, int8", "sign_muon", "onebit_adam"])
+RESUMED = ("adamw", "muon, int8", "sign_muon", "onebit_adam")
+
+
+@pytest.mark.parametrize("name", RESUMED)
 def test_training_goes_on_bit_for_bit_from_a_state_that_was_saved(name: str) -> None:
-    for of_rank in resumed(name):
-        assert of_rank
+    assert all(found[name] for found in two.answer("resumed"))
 
 
-def resumed(name: str) -> list[bool]:
-    return ranks.run(2, resume, name)
+@two
+def resumed() -> dict[str, bool]:
+    return {name: resume(name) for name in RESUMED}
 
 
 def resume(name: str) -> bool:
@@ -437,16 +416,6 @@ def test_a_buffer_that_is_filled_anew_while_its_gradient_travels_does_not_change
             assert path == [0.0, -1.0, -11.0, -111.0, -1111.0], case
 
 
-def test_a_copy_waits_for_what_is_on_its_way_and_goes_on_alike() -> None:
-    p, opt = opened()
-    for t in range(4):
-        take(opt, [torch.full((2, 2), 1.0 + t)])
-    other = copy.deepcopy(opt)
-    for each in (opt, other):
-        take(each, [torch.full((2, 2), 7.0)])
-    assert torch.equal(p, other.param_groups[0]["params"][0])
-
-
 def clip_by_hand(correction: float) -> list[float]:
     x, last, path, grads = torch.tensor([1.0, 1.0, 1.0, 1.0]), None, [], []
     for t in range(4):
@@ -476,6 +445,7 @@ def test_max_norm_clips_the_mean_that_has_arrived_by_the_norm_over_all_groups() 
     torch.testing.assert_close(path, clip_by_hand(1.0), rtol=1e-6, atol=1e-6)
 
 
+@two
 def clipped_in_codes() -> Any:
     with fn.bind({"data": dist.group.WORLD}):
         opt = by_optimizer(fn.late(int4_adamw), 8, max_norm=0.5)
@@ -485,27 +455,9 @@ def clipped_in_codes() -> Any:
 
 
 def test_max_norm_scales_what_travels_in_codes_alike_on_all_ranks() -> None:
-    (first, (clipped, plain)), (second, _) = ranks.run(2, clipped_in_codes)
+    (first, (clipped, plain)), (second, _) = two.answer("clipped_in_codes")
     assert all(map(torch.equal, first, second))
     assert clipped < 0.1 * plain  # gradients of about 8 in norm
-
-
-def loses_a_peer() -> Any:
-    with fn.bind({"data": dist.group.WORLD}):
-        opt = by_optimizer(fn.late(fn.adamw), 5)
-    if dist.get_rank() == 1:
-        os._exit(0)
-    for t in range(5, 9):
-        before = [p.detach().clone() for p in opt.param_groups[0]["params"]]
-        try:
-            take(opt, gradients(t, 0))
-        except fn.PeerLost:
-            return all(map(torch.equal, before, [p.detach() for p in opt.param_groups[0]["params"]]))
-    return False
-
-
-def test_a_dead_peer_raises_peer_lost_in_the_step_that_waits_and_nothing_has_moved() -> None:
-    assert ranks.outcomes(2, loses_a_peer)[0] is True
 
 
 def test_phases_and_rounds() -> None:

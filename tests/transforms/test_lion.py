@@ -78,16 +78,6 @@ def test_recorded_majorities_are_replayed(case: Case) -> None:
             np.testing.assert_allclose(ours, recorded, rtol=0, atol=limit, err_msg=f"p{i}.{name}")
 
 
-def test_a_tie_moves_nothing():
-    tx = fn.scale_by_lion(sync=fn.compressed_average("data", fn.identity(), fn.off()))
-
-    def on_rank(g: Tensor) -> Tensor:
-        return tx.compressed_update(g, tx.init(g), g)[0]
-
-    step = fn.simulate(on_rank, "data", 2, in_dims=0, out_dims=None)(torch.tensor([[2.0, 1.0], [-2.0, 3.0]]))
-    assert step.tolist() == [0.0, 1.0]
-
-
 def test_the_recordings_are_what_was_recorded():
     assert {case.row["world"] for case in CASES} == {1, 2, 3, 4}
     for case in CASES:

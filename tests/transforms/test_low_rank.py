@@ -175,34 +175,6 @@ def test_the_first_step_of_dion_sends_no_more_than_the_others():
     assert ours == [theirs[1]] * 3
 
 
-def messages() -> tuple[int, int, int]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    p = [normal(*shape, seed=dist.get_rank()) for shape in SHAPES]
-    with fn.bind(mesh):
-        counts = []
-        coded = fn.compressed_average("data", fn.int8(), fn.off())
-        for mean in (None, coded):
-            tx = fn.low_rank_average("data", 2, mean=mean)
-            state = tx.init(p)
-            calls = []
-            real = dist.all_reduce
-            dist.all_reduce = lambda *a, real=real, calls=calls, **k: (calls.append(0), real(*a, **k))[1]
-            with fn.ledger() as sent:
-                tx.update(Phase.COMPRESSED)(p, state, p)
-            dist.all_reduce = real
-            counts += [len(calls)] if mean is None else []
-            counts.append(sent.total)
-    return tuple(counts)
-
-
-def test_two_messages_for_all_tensors_and_codes_make_the_factors_smaller():
-    for count, exact, coded in ranks.run(2, messages):
-        factors = sum((n + m) * 2 for n, m in ((12, 8), (5, 17), (6, 27)))
-        assert count == 2
-        assert exact == 4 * (factors + 12 + 1 + 6)
-        assert coded < exact
-
-
 def test_factors_in_codes_still_bring_the_mean():
     grads = [normal(1, 2, 12, 8).expand(60, 2, 12, 8), normal(60, 2, 9, seed=1)]
     out, state = run(fn.low_rank_average("data", 2, mean=fn.compressed_average("data", fn.int8(), fn.off())), grads)

@@ -93,12 +93,11 @@ def test_zero_one_adam_clamps_the_steps_of_all_phases_and_no_momentum() -> None:
 
 
 @pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("size", [float("nan"), float("inf")])
-def test_a_clamp_hides_no_step_that_is_skipped_without_one(name: str, size: float) -> None:
+def test_a_clamp_hides_no_step_that_is_skipped_without_one(name: str) -> None:
     skips = []
     for limit in (None, 1.0):
         params, state, step = frozen(partial(MAKES[name], max_step=limit), torch.full((8,), 1e-6))
-        after, state = step(params, state, torch.full((WORLD, 8), size))
+        after, state = step(params, state, torch.full((WORLD, 8), float("inf")))
         assert torch.equal(after, params)
         skips.append([int(x) for x in fn.roles.find(state, "skips")])
     assert skips[0] == skips[1]

@@ -106,21 +106,6 @@ def test_what_it_makes_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(u / factor, u_ @ v, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("coefficients", ["dion", "jordan", "polar_express"])
-def test_a_stack_gives_what_each_matrix_gives_alone(coefficients: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of a shape make one batch, which is cut where it would be too large."""
-    shapes = [(5, 3), (4, 4), (5, 3), (3, 5), (5, 3), (4, 4), (5, 3)]
-    grads = [numbers(*shape, seed=i) * 10**i for i, shape in enumerate(shapes)]
-    tx = fn.scale_by_muon(coefficients=coefficients, scale=None)
-    alone = [tx.local_update(g, tx.init(g), g)[0] for g in grads]
-    for most in (1 << 25, 31, 1):
-        monkeypatch.setattr("fn.transforms.muon.BATCH", most)
-        stacked, _ = tx.local_update(grads, tx.init(grads), grads)
-        for a, b in zip(stacked, alone, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-            assert torch.linalg.svdvals(a.double()).sub(1).abs().max() < 0.4
-
-
 def test_scales_are_those_of_the_shape() -> None:
     g = numbers(9, 4)
     plain, by_max, rms, spectral = (
@@ -189,21 +174,6 @@ def test_what_muon_moves_and_what_adamw_does() -> None:
     lion = fn.muon(0.1, other="lion", weight_decay=0.0)
     updates, _ = lion.warmup_update(grads, lion.init(params), params)
     torch.testing.assert_close(updates[2], -0.1 * grads[2].sign())
-
-
-def test_simulated_ranks_agree_after_a_round_in_two_bits():
-    tx, start = fn.muloco(axis="data", codec=fn.bins(4, 6)), [numbers(5, 3), numbers(4), numbers(2, 3, 4)]
-    gradients = [numbers(3, 4, *p.shape, seed=i) for i, p in enumerate(start)]  # ranks, steps, shape
-
-    def on_rank(gradients: list[Tensor]) -> list[Tensor]:
-        params, state = start, tx.init(start)
-        for t in range(4):
-            updates, state = tx.update(fn.every(2)(t))([g[t] for g in gradients], state, params)
-            params = fn.apply_updates(params, updates)
-        return params
-
-    params = fn.simulate(on_rank, "data", 3, in_dims=0, out_dims=None)(gradients)  # which checks that they agree
-    assert all(p.isfinite().all() and (p != s).any() for p, s in zip(params, start, strict=True))
 
 
 def test_zeros_stay_zeros_and_a_matrix_may_be_empty():

@@ -10,7 +10,6 @@ import torch
 
 import fn
 from fn import tree
-from fn.adapters.deepspeed import transforms as deepspeed
 
 
 def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -78,39 +77,3 @@ def test_labels_that_do_not_fit_are_refused(bad: dict[str, str]) -> None:
     tx = fn.partition({"full": fn.scale_by_learning_rate(1.0)}, bad)
     with pytest.raises(ValueError, match="labels"):
         tx.init({"w": torch.ones(2, 2), "b": torch.ones(2)})
-
-
-def test_a_mask_acts_on_compressed_steps_only() -> None:
-    tx = deepspeed.apply_mask([torch.tensor([1.0, 0.0]), None])
-    updates = [torch.ones(2), torch.ones(2)]
-    for phase in fn.Phase:
-        first = [1.0, 0.0] if phase is fn.Phase.COMPRESSED else [1.0, 1.0]
-        out, _ = tx.update(phase)(updates, (), updates)
-        assert out[0].tolist() == first
-        assert out[1].tolist() == [1.0, 1.0]
-
-
-def test_an_explicit_mask_behind_the_mean_keeps_unused_rows_at_zero() -> None:
-    """DeepSpeed's `exp_avg_mask`, beside its link, which does not keep them there by itself."""
-    mask = torch.tensor([1.0] * 8 + [0.0] * 8)
-    for sync_mask, drifts in ((None, True), (mask, False)):
-        sync = fn.compressed_average("data", fn.sign())
-        sync = sync if sync_mask is None else fn.chain(sync, deepspeed.apply_mask(sync_mask))
-        tx = deepspeed.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync)
-        state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=fn.rank_dims(tx.init(torch.zeros(16))))(
-            torch.zeros(16)
-        )
-        dims = fn.rank_dims(state)
-        grads = torch.randn(2, 16) * mask
-        for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
-            f = fn.pmean if phase is fn.Phase.WARMUP else (lambda g, axis: g)
-            update = tx.update(phase)
-            run = fn.simulate(
-                lambda g, s, update=update, f=f: update(f(g, "data"), s, torch.zeros(16)),
-                "data",
-                2,
-                in_dims=(0, dims),
-                out_dims=(None, dims),
-            )
-            _, state = run(grads, state)
-        assert bool(state.mu[8:].abs().max() > 0) is drifts

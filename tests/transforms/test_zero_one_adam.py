@@ -45,9 +45,10 @@ def runs(tx: fn.Transform, dims: Any, world: int) -> dict[fn.Phase, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize(("weight_decay", "max_step"), [(0.0, None), (0.1, None), (0.1, 0.5)])
-@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(
+    ("world", "weight_decay", "max_step", "corrected"),
+    [(1, 0.1, None, True), (3, 0.0, None, True), (3, 0.1, 0.5, False), (4, 0.1, 0.5, True)],
+)
 def test_zero_one_adam_is_the_papers(world: int, weight_decay: float, max_step: float | None, corrected: bool) -> None:
     hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay, "bias_correction": corrected}
     tx = chains.zero_one_adam(axis="data", max_step=max_step, **hyper)

@@ -124,28 +124,3 @@ def test_whole_tensors_move(old: int, new: int, tmp_path: Path) -> None:
             assert "its own errors" in found["said"][0]
     names = [{path for path in found["owned"] if path.endswith(("mu.0", "mu.1", "mu.2"))} for found in loaded]
     assert sum(map(len, names)) == len(set().union(*names)) == 3 + 2  # each has one owner
-
-
-def chained(folder: str) -> bool:
-    """Save a chain of links that is owned, and load it: counts beside tensors of others are this rank's, too."""
-
-    def made() -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
-        params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-        links = lambda lr: fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))  # noqa: E731
-        return params, fn.Optimizer(params, lambda lr: fn.owned(links(lr), "data"), lr=0.05)
-
-    with fn.bind(mesh()):
-        params, opt = made()
-        for t in range(3):
-            step(params, opt, t)
-        checkpoint.save(folder, opt)
-        again, other = made()
-        checkpoint.load(folder, other)
-        alike = all(map(torch.equal, tree.leaves(opt.states), tree.leaves(other.states)))
-        step(params, opt, 3)
-        step(again, other, 3)
-        return alike and all(map(torch.equal, params, again))
-
-
-def test_a_chain_of_owned_links_keeps_its_counts(tmp_path: Path) -> None:
-    assert ranks.run(2, chained, str(tmp_path)) == [True, True]

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -154,14 +153,6 @@ def test_a_rank_without_a_backward_pass_sends_zeros():
     assert case.answer("without_a_pass") == [True, True]
 
 
-def refusal(f: Callable[[], Any]) -> str:
-    try:
-        f()
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
 @case
 def not_finite() -> tuple[int, bool]:
     pairs, _ = both()
@@ -224,17 +215,6 @@ def reentrant() -> bool:
 
 def test_passes_inside_of_a_pass_give_the_serial_numbers():
     assert case.answer("reentrant") == [True, True]
-
-
-@case
-def without_a_group() -> str:
-    model = Net()
-    return refusal(lambda: overlap(model, fn.Optimizer(model.parameters(), fn.adamw)))
-
-
-def test_an_axis_without_a_process_group_is_refused():
-    expected = "expected communication over one axis, but got the axes {}"
-    assert all(expected in text for text in case.answer("without_a_group"))
 
 
 def test_what_is_no_module_is_refused():

@@ -69,8 +69,7 @@ def prepared(model: Any, least: float) -> fn.Optimizer:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("least", [0.0, 3600.0], ids=["overlapped", "not overlapped"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "least"), [(name, 0.0) for name in MODELS] + [("a plain module", 3600.0)], ids=str)
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_is_refused_and_nothing_moves(what, name, least):
     model = MODELS[name]()

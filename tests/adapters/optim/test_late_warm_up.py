@@ -15,6 +15,10 @@ from fn import Phase, tree
 COMPRESSING = [fn.onebit_adam, fn.onebit_lamb, fn.sharded_onebit_adam]
 
 
+two = ranks.Cases(2)
+
+
+@two
 def goes_on_with_a_late_group() -> list[tuple[int, float, float, bool]]:
     """A group joins after the freeze: return skipped steps, how far both groups moved, whether all is finite."""
     found = []
@@ -37,7 +41,7 @@ def goes_on_with_a_late_group() -> list[tuple[int, float, float, bool]]:
 
 
 def test_a_group_that_comes_after_the_freeze_does_not_stop_the_others():
-    for answers in ranks.run(2, goes_on_with_a_late_group):
+    for answers in two.answer("goes_on_with_a_late_group"):
         for skipped, first, late, finite in answers:
             assert skipped == 0
             assert first > 0.001
@@ -61,6 +65,7 @@ def test_a_group_that_comes_after_the_freeze_trains_after_another_warm_up(make):
     assert moved == [[True, False]] * 5 + [[True, True]] * 4
 
 
+@two
 def warm_up_after_overflows() -> list[tuple[int, list[Phase], bool]]:
     found = []
     for make in (fn.onebit_adam, fn.zero_one_adam):
@@ -78,7 +83,7 @@ def warm_up_after_overflows() -> list[tuple[int, list[Phase], bool]]:
 
 def test_a_warm_up_lasts_until_a_step_was_taken():
     """A loss scale that starts too high overflows in the first steps, in all of a short warm-up."""
-    for answers in ranks.run(2, warm_up_after_overflows):
+    for answers in two.answer("warm_up_after_overflows"):
         for skipped, phases, moved in answers:
             assert skipped == 4
             assert phases == [Phase.WARMUP] * 5 + [Phase.COMPRESSED]

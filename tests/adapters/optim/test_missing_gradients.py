@@ -39,13 +39,3 @@ def test_among_ranks_it_counts_as_zero_and_one_warning_names_it_with_the_cure():
     (text,) = there[-1]
     assert "second" in text
     assert "requires_grad_(False) on all ranks" in text
-
-
-def test_on_one_rank_it_stays_as_in_torch():
-    used, idle = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    opt = fn.Optimizer([used, idle], fn.adamw, lr=0.1, weight_decay=0.1)
-    for _ in range(2):
-        used.grad = torch.ones(2)
-        opt.step()
-    assert used[0] < 0.9
-    assert idle.tolist() == [1.0, 1.0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from ranks import Cases, run
 
 import fn
 import fn.adapters.checkpoint
@@ -121,11 +121,12 @@ def test_momenta_of_a_rank_rest_too_and_so_does_the_sum_of_what_codes_delivered(
 
 
 def off_on_all_ranks(
-    name: str, dtype: torch.dtype, layout: str, plan: list[float | None], warmup: int, folder: str, taken: int
+    name: str, dtype: torch.dtype, layout: str, plan: list[float | None], warmup: int, folder: str = "", taken: int = 0
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Take the steps of a plan, in which two parameters are switched off where it has no gradient.
 
-    Args: warmup: its steps. folder: for a checkpoint, saved in the end, and loaded first where some were taken before.
+    Args: warmup: its steps. folder: for a checkpoint, if there is to be one: saved in the end, or loaded first where
+        some steps were taken before.
     Returns: the second and third parameter after each step; what tensors sat out.
     """
     params, rank = three(dtype), dist.get_rank()
@@ -145,35 +146,50 @@ def off_on_all_ranks(
             x.grad = torch.full_like(x, of_step * own) if of_step is not None else x.grad
         opt.step()
         after += [x.detach().clone() for x in params[1:]]
-    if not taken:
+    if folder and not taken:
         fn.adapters.checkpoint.save(folder, opt)
     return after, [int(x) for x in fn.tree.leaves(fn.roles.find(opt.states, "rested")[0])]
 
 
 SHARDED = {"loco_adamw": fn.loco_adamw, "sharded_onebit_adam": fn.sharded_onebit_adam}
+BOTH = (torch.float32, torch.float64)
+LAYOUTS = (*(("flat", plan) for plan in PLANS), ("fused", "every other step"))
+two = Cases(2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
-@pytest.mark.parametrize("layout", ["flat", "fused"])
+@two
+def in_warm_ups() -> dict[tuple[Any, ...], Any]:
+    return {
+        (name, dtype, layout, plan): off_on_all_ranks(name, dtype, layout, PLANS[plan], len(PLANS[plan]))
+        for name in SHARDED
+        for dtype in BOTH
+        for layout, plan in LAYOUTS
+    }
+
+
+@two
+def in_codes() -> dict[tuple[Any, ...], Any]:
+    return {(name, dtype): off_on_all_ranks(name, dtype, "flat", EVERY_OTHER, 5) for name in SHARDED for dtype in BOTH}
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=["in place", "pure"])
+@pytest.mark.parametrize(("layout", "plan"), LAYOUTS)
 @pytest.mark.parametrize("name", SHARDED)
 def test_parts_of_shards_rest_on_all_ranks_and_take_the_steps_of_torch_when_they_are_on_again(
-    name, layout, dtype, tmp_path
+    name, layout, plan, dtype
 ):
-    for plan in (EVERY_OTHER, NOT_AT_FIRST, LONG) if layout == "flat" else (EVERY_OTHER,):
-        (here, rested), (there, _) = run(2, off_on_all_ranks, name, dtype, layout, plan, len(plan), f"{tmp_path}", 0)
-        torch.testing.assert_close(here, there, rtol=0, atol=0)
-        theirs = three(dtype)
-        right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, plan)
-        torch.testing.assert_close(here, right, rtol=1e-5, atol=1e-6)
-        assert rested == [0, plan.count(None), plan.count(None)]
+    (here, rested), (there, _) = (found[name, dtype, layout, plan] for found in two.answer("in_warm_ups"))
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
+    theirs, steps = three(dtype), PLANS[plan]
+    right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, steps)
+    torch.testing.assert_close(here, right, rtol=1e-5, atol=1e-6)
+    assert rested == [0, steps.count(None), steps.count(None)]
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_parts_of_shards_go_on_in_codes_in_place_as_purely(name, tmp_path):
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        (after, _), _ = run(2, off_on_all_ranks, name, dtype, "flat", EVERY_OTHER, 5, f"{tmp_path / str(dtype)}", 0)
-        found.append([x.double() for x in after])
+def test_parts_of_shards_go_on_in_codes_in_place_as_purely(name):
+    answers = two.answer("in_codes")[0]
+    found = [[x.double() for x in answers[name, dtype][0]] for dtype in BOTH]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     moved = [float((y - x).abs().max()) for x, y in zip(found[0], found[0][2:], strict=False)]
     off, on = moved[::4] + moved[1::4], moved[2::4] + moved[3::4]
@@ -184,7 +200,7 @@ def test_parts_of_shards_go_on_in_codes_in_place_as_purely(name, tmp_path):
 @pytest.mark.parametrize("name", SHARDED)
 def test_what_parts_of_shards_sat_out_goes_to_another_number_of_ranks(name, tmp_path):
     plan = [1.0, None, None, 0.5, -1.0, None, 2.0, 0.5]
-    run(2, off_on_all_ranks, name, torch.float32, "flat", plan[:4], len(plan), f"{tmp_path}", 0)
+    run(2, off_on_all_ranks, name, torch.float32, "flat", plan[:4], len(plan), f"{tmp_path}")
     ((after, rested),) = run(1, off_on_all_ranks, name, torch.float32, "flat", plan, len(plan), f"{tmp_path}", 4)
     theirs = three(torch.float32)
     right = steps_of(torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), theirs, plan)
@@ -278,11 +294,18 @@ def late_gradients(name: str, dtype: torch.dtype) -> tuple[list[float], list[flo
     return moved, [*map(float, (*ages, *fn.tree.leaves(rested)))]
 
 
-@pytest.mark.filterwarnings("ignore:params")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["in place", "pure"])
-@pytest.mark.parametrize("name", ["onebit_adam", "loco_adamw", "loco_adamw, end to end", "sharded_onebit_adam"])
+ON_RANKS = ("onebit_adam", "loco_adamw", "loco_adamw, end to end", "sharded_onebit_adam")
+
+
+@two
+def late_on_ranks() -> dict[tuple[str, torch.dtype], Any]:
+    return {(name, dtype): late_gradients(name, dtype) for name in ON_RANKS for dtype in BOTH}
+
+
+@pytest.mark.parametrize("dtype", BOTH, ids=["in place", "pure"])
+@pytest.mark.parametrize("name", ON_RANKS)
 def test_real_ranks_take_these_steps_and_go_on_into_the_compressed_phase(name, dtype):
-    here, there = run(2, late_gradients, name, dtype)
+    here, there = (found[name, dtype] for found in two.answer("late_on_ranks"))
     assert here == there
     moved, (of_mu, of_nu, *rested) = here
     assert moved[:LATE] == [0.0] * LATE

@@ -1,4 +1,4 @@
-"""`fn.adapters.trainers.accelerate` in loops of accelerate, on two ranks; `make trainers-test` has three."""
+"""`fn.adapters.trainers.accelerate` in loops of accelerate, on two ranks."""
 
 from __future__ import annotations
 

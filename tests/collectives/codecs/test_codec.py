@@ -15,7 +15,7 @@ import torch
 import fn
 from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.agreement import describe
-from fn.collectives.codecs.codec import Segments, mean_of_rows, segmented
+from fn.collectives.codecs.codec import Segments, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode
 from fn.collectives.feedback import LazyError
 from fn.collectives.hierarchy import initial_errors
@@ -101,10 +101,9 @@ def test_a_codec_with_functions_of_ones_own_runs_these_and_no_kernel_for_the_old
     assert codec._replace(decode=torch.Tensor.float, segmented=len).segmented is len
 
 
-@pytest.mark.parametrize("make", [
-    fn.sign, fn.int4, fn.int8, fn.fp8, fn.bins, lambda: fn.top_k(2, 8, values=fn.bins()),
-    lambda: fn.sign()._replace(segmented=None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [fn.int8, lambda: fn.top_k(2, 8, values=fn.bins()), lambda: fn.sign()._replace(segmented=None)]
+)
 def test_what_is_planned_for_a_codec_ends_with_the_codec(make):
     """Every optimizer that is built without a codec makes one; a notebook builds many."""
     codec = make()
@@ -194,9 +193,8 @@ def test_integers_are_scaled_as_in_deepspeeds_kernels():
         assert found.tolist() == [[most / (most + 1), 0.5, -0.25, -1.0] * 2]
 
 
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(("segments", "lazy"), [(None, True), (SEGMENTS, False)], ids=["one, lazy", "several"])
 @pytest.mark.parametrize("codec", CODECS, ids=range(len(CODECS)))
-@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])
 def test_the_whole_all_reduce_is_its_two_halves(codec, segments, lazy):
     feedback = fn.classic(lazy=lazy)
 
@@ -220,30 +218,6 @@ def test_the_whole_all_reduce_is_its_two_halves(codec, segments, lazy):
         same(fn.simulate(whole, "data", 2)(x), fn.simulate(halves, "data", 2)(x))
 
 
-@pytest.mark.parametrize("codec", [fn.int4(), fn.int8(), fn.fp8()], ids=["int4", "int8", "fp8"])
-def test_a_shard_is_the_mean_of_the_decoded_rows(codec):
-    rows = torch.randn(3, 512)
-    generic = codec._replace(decode_mean=None)
-    same(mean_of_rows(codec, codec.encode(rows)), mean_of_rows(generic, codec.encode(rows)))
-
-
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_first_stage_of_loco_is_replayed_bit_for_bit(rank, fused):
-    data = np.load(Path(__file__).parents[2] / "golden" / "loco_n2l2_beta08.npz")
-    grads = torch.from_numpy(data["p0.grad"])[:, rank].flatten(1)
-    codec, feedback = fn.int4(block=8), fn.damped(beta=0.8, every=1025, block=8)
-    codec = codec if fused else algebra(codec)
-    error = feedback.init(grads[0])
-    for step, grad in enumerate(grads):
-        payload, error = encode(codec, feedback, grad.view(4, -1), error)  # part n L + l goes out as l N + n
-        sent = [leaf.unflatten(0, (2, 2)).transpose(0, 1).flatten().numpy() for leaf in payload]
-        assert np.array_equal(sent[0], data["p0.wire1_scale"][step, rank])
-        assert np.array_equal(sent[1], data["p0.wire1"][step, rank])
-        assert np.array_equal(error.codes.numpy(), data["p0.intra_codes"][step, rank])
-        assert np.array_equal(error.scales.numpy(), data["p0.intra_scale"][step, rank])
-
-
 @pytest.mark.parametrize(("make", "argument"), [
     (lambda: fn.sign(block=12), "block"), (lambda: fn.int4(block=0), "block"), (lambda: fn.int8(block=9), "block"),
     (lambda: fn.fp8(block=4), "block"), (lambda: fn.fp8(format="e3m4"), "format"),
@@ -260,28 +234,10 @@ def test_a_lazy_error_is_refused_by_a_codec_without_a_kernel_for_it():
         encode(fn.int8(), fn.classic(), torch.zeros(1, 8), error)
 
 
-def test_a_block_that_is_not_finite_comes_back_as_nan():
-    x = torch.ones(1, 512)
-    x[0, 3] = float("inf")
-    for codec in (fn.int4(), fn.int8(), fn.fp8(), fn.fp8(format="e5m2")):
-        found = codec.decode(codec.encode(x))
-        assert found[0, :256].isnan().all()
-        assert found[0, 256:].isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e-20, 1e-7, 1.0, 1e20])
 def test_scales_of_blocks_of_signs_take_two_bytes_and_keep_small_and_large_numbers(size, dtype):
     x, codec = (size * torch.tensor([[1.0, -1.0, 1.0, 1.0, -1.0, 1.0, 1.0, -1.0] * 24])).to(dtype), fn.sign(block=64)
     payload = codec.encode(x)
-    assert (
-        sum(leaf.numel() * leaf.element_size() for leaf in payload) == x.numel() * codec.bits / 8 == 30
-    )
+    assert sum(leaf.numel() * leaf.element_size() for leaf in payload) == x.numel() * codec.bits / 8 == 30
     torch.testing.assert_close(codec.decode(payload).to(x), x, rtol=2**-8, atol=0)
-
-
-def test_what_is_not_finite_in_a_block_of_signs_stays_so():
-    decoded = fn.sign(block=8).decode(
-        fn.sign(block=8).encode(torch.tensor([[torch.inf] + [1.0] * 7 + [torch.nan] * 8 + [2.0] * 8]))
-    )
-    assert decoded.isfinite().tolist() == [[False] * 16 + [True] * 8]
