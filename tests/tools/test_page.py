@@ -135,7 +135,7 @@ def test_the_script_plans_as_python_does_on_every_network(tmp_path):
     assert path.stat().st_size < 1_500_000
     engine = script_of(path.read_text(encoding="utf-8"))
 
-    @settings(max_examples=20)
+    @settings(max_examples=12)
     @given(anywhere())
     def plans_alike(setting):
         check(engine.call("opened", at(setting)), planned(setting))
