@@ -150,16 +150,16 @@ def few(monkeypatch):
         monkeypatch.setattr(page, name, offered)
 
 
-@pytest.mark.parametrize("setting", SOME)
-def test_the_script_plans_for_the_models_and_methods_of_the_flags(setting, few, tmp_path):
+def test_the_script_plans_for_the_models_and_methods_of_the_flags(few, tmp_path):
     path = tmp_path / "plan.html"
     flags = "--dtype bf16 --tensors 7 --hidden-share 1/4 --bucket 1e6 --interval 4 --local-steps 1 --rank 1/8"
     more = "--density 1/50 --transport gloo --steps-ratio 0.8"
     main([*LINE.split(), *flags.split(), *more.split(), "--html", str(path)])
-    made = planned(
-        setting, tensors=7, width=2, share=0.25, transport="gloo", bucket=10**6, interval=4, rank=1 / 8, density=1 / 50
-    )
-    check(script_of(path.read_text(encoding="utf-8")).call("opened", at(setting)), made, 0.8)
+    of_flags = {"tensors": 7, "width": 2, "share": 0.25, "transport": "gloo", "bucket": 10**6, "interval": 4}
+    engine = script_of(path.read_text(encoding="utf-8"))
+    for setting in SOME:
+        made = planned(setting, **of_flags, rank=1 / 8, density=1 / 50)
+        check(engine.call("opened", at(setting)), made, 0.8)
 
 
 MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
@@ -170,14 +170,15 @@ LAYERS = traffic.of_shapes(SHAPES, 4, [shape == (64, 64) for shape in SHAPES])
 
 
 @pytest.mark.parametrize(
-    "net",
+    ("net", "local_steps", "model"),
     [
-        network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED),
-        network(8, 1, IN_PARTS, IN_PARTS),
+        (network(8, 8, MEASURED), 1, traffic.model(10**7)),
+        (network(8, 2, MEASURED, WITHOUT_LATENCY), 30, LAYERS),
+        (network(8, 2, MEASURED, WITHOUT_LATENCY), 1, traffic.model(10**7)),
+        (network(8, 4, Cost(1e-5, 1e9), MEASURED), 30, traffic.model(10**7)),
+        (network(8, 1, IN_PARTS, IN_PARTS), 1, LAYERS),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("local_steps", [1, 30])
-@pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["assumed", "layers"])
+)
 def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_measured(net, local_steps, model, few):
     """Each collective has a cost of its own then, and coding its seconds; where nothing is slid, it is the plan."""
 
