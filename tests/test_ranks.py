@@ -165,7 +165,7 @@ ADAPTED = (*((*case, 1) for case in PURE), *((name, torch.float32, 2) for name i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+@pytest.mark.parametrize(("world", "dtype"), [(4, torch.float32), (2, torch.bfloat16)])
 @each_optimizer
 def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype):
     """Exact averaging rounds in another order, so the whole is compared to rounding; the phases in codes are above."""
@@ -243,15 +243,15 @@ SKIPPING = [(o, phase) for o in OPTIMIZERS for phase in o.phases if phase is not
 CULPRITS = ((0, 2), (1, 1))
 """A rank, and the param groups that it has."""
 
-BAD = tuple((o.name, phase, *culprit) for o, phase in SKIPPING for culprit in CULPRITS)
+BAD = tuple((o.name, phase, *CULPRITS[i % 2]) for i, (o, phase) in enumerate(SKIPPING))
+"""Either culprit, with as many param groups, in turn."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "phase"), SKIPPING, ids=[f"{o.name}-{phase.value}" for o, phase in SKIPPING])
-@pytest.mark.parametrize(("culprit", "groups"), CULPRITS)
-def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(optimizer, phase, culprit, groups):
+@pytest.mark.parametrize("case", BAD, ids=[f"{name}-{phase.value}-{culprit}" for name, phase, culprit, _ in BAD])
+def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(case):
     for found in answers(2, one_bad_number, BAD):
-        history = found[optimizer.name, phase, culprit, groups]
+        history = found[case]
         (p2, s2, skipped2), (p3, s3, skipped3), (p4, _, skipped4) = history[2:]
         assert (skipped2, skipped3, skipped4) == (0, 1, 1)
         assert all(map(torch.equal, p2, p3))

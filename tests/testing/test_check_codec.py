@@ -31,7 +31,13 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("name", OURS)
+LIKE_OTHERS = ("sign, DeepSpeed's", "int8(block=64)", "fp8(64, e5m2)", "identity")
+"""Codecs with other numbers than those beside them: part of `make reliability-test`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.reliability] * (name in LIKE_OTHERS)) for name in OURS]
+)
 def test_our_codecs_conform(name):
     report = check_codec(OURS[name])
     assert report, report
