@@ -208,7 +208,7 @@ PHASES = {
 
 each_phase = pytest.mark.parametrize(("optimizer", "phase"), PHASES.values(), ids=PHASES)
 
-QUICK = ("onebit_adam-compressed", "muon, int8-warmup")
+QUICK = ("onebit_adam-compressed",)
 """What stands for all phases in tests that compile each; the others are part of `make reliability-test`."""
 
 

@@ -56,7 +56,14 @@ def test_a_bad_gradient_on_any_rank_moves_nothing(method: Named, phase: Phase, b
     assert not same(w.step(phase).params, params)
 
 
-@each
+QUICK = ("sign_muon", "powersgd_adamw", "dion", "lion_vote", "demo", "ef21_sgdm")
+"""One of each kind of codes; the others find it in `make reliability-test`."""
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, id=m.name, marks=[pytest.mark.reliability] * (m.name not in QUICK)) for m in CODES],
+)
 def test_it_finds_the_common_minimum_of_ranks_that_pull_apart(method: Named) -> None:
     """By little: a majority finds the median of their minima."""
     lr, centers = torch.tensor(0.0), normal(6, 5) + 0.2 * normal(3, 6, 5)

@@ -48,15 +48,19 @@ def schedule_of(name: str):
     return lambda step: phases[min(step // 3, len(phases) - 1)] if len(phases) < 3 else phases[-step % 3]
 
 
-def on_all(*, f: Callable[..., Any], cases: list[tuple]) -> dict[tuple, Any]:
-    """Run f(*case) for every case, one after the other in the same processes."""
-    return {case: f(*case) for case in cases}
+def everything(world: int) -> dict[str, dict[tuple, Any]]:
+    """Run all functions of `ASKED`, one after the other in the same processes."""
+    return {f.__name__: {case: f(*case) for case in cases} for f, cases in ASKED[world]}
 
 
 @functools.cache
-def answers(world: int, f: Callable[..., Any], cases: tuple[tuple, ...]) -> list[dict[tuple, Any]]:
-    """Return {case: f(*case)} of every rank; processes are started once for all tests of f."""
-    return ranks.run(world, partial(on_all, f=f, cases=list(cases)))
+def in_processes(world: int) -> list[dict[str, dict[tuple, Any]]]:
+    return ranks.run(world, everything, world)
+
+
+def answers(world: int, f: Callable[..., Any]) -> list[dict[tuple, Any]]:
+    """Return {case: f(*case)} of every rank."""
+    return [found[f.__name__] for found in in_processes(world)]
 
 
 # The compressed path alone: bit for bit.
@@ -82,7 +86,7 @@ CODES = tuple((codec, *layout) for codec in ("sign", "blocks", "bf16") for layou
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("codec", "layout", "dtype"), CODES)
 def test_the_compressed_mean_is_bitwise_what_the_simulation_gives(world, codec, layout, dtype):
-    outcomes = [found[codec, layout, dtype] for found in answers(world, codes, CODES)]
+    outcomes = [found[codec, layout, dtype] for found in answers(world, codes)]
     make = {"sign": fn.sign(), "blocks": fn.sign(16), "bf16": fn.identity(torch.bfloat16)}[codec]
     tx = fn.compressed_average("data", make, layout=layout)
     params = start(dtype)
@@ -169,8 +173,7 @@ ADAPTED = (*((*case, 1) for case in PURE), *((name, torch.float32, 2) for name i
 @each_optimizer
 def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype):
     """Exact averaging rounds in another order, so the whole is compared to rounding; the phases in codes are above."""
-    asked = PURE if world == 2 else tuple(case for case in PURE if case[1] == torch.float32)
-    outcomes = [found[optimizer.name, dtype] for found in answers(world, pure, asked)]
+    outcomes = [found[optimizer.name, dtype] for found in answers(world, pure)]
     expected = simulated(optimizer.name, world, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for r, (params, _) in enumerate(outcomes):
@@ -185,8 +188,8 @@ def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype
     tx = optimizer.make(lr=optimizer.lr, axis="data")
     staged = any(isinstance(in_place(update), InPlace) for update in tx[1:])
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    through_pure = [found[optimizer.name, dtype] for found in answers(2, pure, PURE)]
-    adapted = [found[optimizer.name, dtype, 1] for found in answers(2, through_the_adapter, ADAPTED)]
+    through_pure = [found[optimizer.name, dtype] for found in answers(2, pure)]
+    adapted = [found[optimizer.name, dtype, 1] for found in answers(2, through_the_adapter)]
     for r, (params, states, skipped) in enumerate(adapted):
         assert skipped == 0
         if optimizer.replicated:
@@ -206,7 +209,7 @@ def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype
 @each_optimizer
 def test_two_param_groups_train_what_one_trains(optimizer):
     """On one scale per tensor the groups only change the messages; 1-bit LAMB has one scale per group."""
-    found = answers(2, through_the_adapter, ADAPTED)
+    found = answers(2, through_the_adapter)
     two = [rank[optimizer.name, torch.float32, 2][0] for rank in found]
     if optimizer.replicated:
         assert same_bits(two[0], two[1])
@@ -250,7 +253,7 @@ BAD = tuple((o.name, phase, *CULPRITS[i % 2]) for i, (o, phase) in enumerate(SKI
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BAD, ids=[f"{name}-{phase.value}-{culprit}" for name, phase, culprit, _ in BAD])
 def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(case):
-    for found in answers(2, one_bad_number, BAD):
+    for found in answers(2, one_bad_number):
         history = found[case]
         (p2, s2, skipped2), (p3, s3, skipped3), (p4, _, skipped4) = history[2:]
         assert (skipped2, skipped3, skipped4) == (0, 1, 1)
@@ -319,9 +322,22 @@ NAMED = {
 }
 
 
+ASKED: dict[int, tuple[tuple[Callable[..., Any], tuple[tuple, ...]], ...]] = {
+    2: (
+        (codes, CODES),
+        (pure, PURE),
+        (through_the_adapter, ADAPTED),
+        (one_bad_number, BAD),
+        (disagree, tuple((name,) for name in NAMED)),  # last, as a refusal closes connections
+    ),
+    4: ((codes, CODES), (pure, tuple(case for case in PURE if case[1] == torch.float32))),
+}
+"""What is run on so many ranks, whose processes are started once."""
+
+
 @pytest.mark.parametrize("field", sorted(NAMED))
 def test_ranks_that_disagree_at_construction_are_refused_on_all_with_rank_and_field(field):
-    for found in answers(2, disagree, tuple((name,) for name in NAMED)):
+    for found in answers(2, disagree):
         assert "ranks disagree" in found[(field,)]
         assert "rank 1" in found[(field,)]
         assert "nothing has moved" in found[(field,)]
