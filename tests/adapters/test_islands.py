@@ -15,7 +15,7 @@ import fn
 import fn.adapters.torchft as adapter
 from fn import tree
 from fn.adapters.torchft import handing_over
-from fn.adapters.torchft.handing_over import become, check_made, given_to
+from fn.adapters.torchft.handing_over import become, check_made, given_to, nearest
 from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 
 H = 4
@@ -77,6 +77,25 @@ def test_an_island_that_runs_another_version_is_refused_by_name(monkeypatch):
     text = r"make: expected the version of fn to be .*, as on the other .* but got 0\.2\.0"
     with pytest.raises(ValueError, match=text):
         check_made(made_of(opt), theirs)
+
+
+UNKNOWN = float("inf")
+
+# Seconds of a message from islands 0 to 2 to the others, by the island that it comes to.
+AWAY = {
+    "one is near": ([9, 1, 9, UNKNOWN], [3], 1),
+    "the slowest of its ways counts": ([9, 1, 5, UNKNOWN], [3, 4], 2),
+    "several are as near": ([4, 4, 4, UNKNOWN], [3], 0),
+    "some are known": ([UNKNOWN, 8, UNKNOWN, UNKNOWN], [3], 1),
+    "none is known": ([UNKNOWN] * 4, [3], 0),
+}
+
+
+@pytest.mark.parametrize("what", AWAY)
+def test_an_island_is_healed_by_the_nearest(what):
+    to_third, takers, wanted = AWAY[what]
+    to_fourth = [3, 7, 5, UNKNOWN]
+    assert nearest([[UNKNOWN] * 5] * 3 + [to_third, to_fourth], [0, 1, 2], takers) == wanted
 
 
 @pytest.mark.parametrize("tokens", [-1.0, float("nan"), float("inf")])

@@ -8,6 +8,7 @@ island would go on from the moments of different ones, and drift apart in silenc
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from fn.adapters.optim.core import device_of
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.state_dict import numbers_of
+from fn.adapters.torchft.pace import clock
 from fn.collectives.agreement import describe, describe_numbers, gather_values
 from fn.errors import expected
 from fn.version import __version__
@@ -136,6 +138,33 @@ def hand_over(
             for piece, x in zip(parts, received.split(lengths), strict=True):
                 piece.copy_(x)
     return taken
+
+
+def seconds_from(
+    sources: Sequence[int], takers: Sequence[int], group: Any, rank: int, device: torch.device
+) -> list[float]:
+    """Return how long a message of a healing takes from each island to this one; inf where none was sent.
+
+    All islands call it. One that is healed is mostly a new process, of whose links nobody knows yet, so they are tried.
+
+    Args: sources, takers: numbers of islands, those that have the state and those that need it. Else as `hand_over`.
+    Raises: RuntimeError if communication fails.
+    """
+    seconds, message = [math.inf] * group.size(), torch.zeros(CHUNK, dtype=torch.uint8, device="cpu")
+    for source in sources if len(sources) > 1 else ():
+        began = clock()
+        hand_over({"message": message}, group, rank, source, takers, device)
+        if rank in takers:
+            seconds[source] = clock() - began
+    return seconds
+
+
+def nearest(seconds: Sequence[Sequence[float]], sources: Sequence[int], takers: Sequence[int]) -> int:
+    """Return the source whose slowest way to a taker is the fastest; the first of several, also where none is known.
+
+    Args: seconds: by island, what `seconds_from` returned there.
+    """
+    return min(sources, key=lambda source: (max(seconds[taker][source] for taker in takers), source))
 
 
 def _bytes_of(x: Tensor) -> Tensor:

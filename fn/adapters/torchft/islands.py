@@ -37,7 +37,16 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.units import Flight
 from fn.adapters.torchft.checks import check, check_late, check_warmup
-from fn.adapters.torchft.handing_over import become, given_to, hand_over, made_of, state_of, takers_of
+from fn.adapters.torchft.handing_over import (
+    become,
+    given_to,
+    hand_over,
+    made_of,
+    nearest,
+    seconds_from,
+    state_of,
+    takers_of,
+)
 from fn.adapters.torchft.pace import LOOKS, Goodput, Pace, clock, goodput_of
 from fn.arguments import checked
 from fn.base import Phase, Round, Transform
@@ -147,7 +156,7 @@ class _Word(NamedTuple):
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
-    `Pace.tell`. row: a number of what it computes with, see `row_of`.
+    `Pace.tell`. row: a number of what it computes with, see `row_of`. away: see `seconds_from`, on its slowest rank.
     """
 
     speaks: float
@@ -162,6 +171,7 @@ class _Word(NamedTuple):
     waited: float
     exchanged: float
     row: float
+    away: Sequence[float]
 
 
 class _OtherRanks(ValueError):
@@ -176,10 +186,11 @@ class Islands(Optimizer):
     at the start. healed: whether the last quorum gave it one. averaged: whether it made the gradients those of a
     warm-up step. unsent: tokens of this rank to count. flying: a mean on its way, and its process group, kept apart
     from `flights`: who reads the states must not write what may still be dropped. greeted: the process group of torch
-    whose islands are known to have as many ranks. pace: when the last local steps ended. seconds: a step took, on the
-    slowest rank; 0: not known. entered: the steps that entered the last exchange, in the mean over islands. given: the
-    numbers of the param groups at the start. late: as for `optimizer`. sent: steps when a difference was taken last;
-    sending: when the one that is on its way was. most: how many islands there were.
+    whose islands are known to have as many ranks, and `away` of them: see `seconds_from`. pace: when the last local
+    steps ended. seconds: a step took, on the slowest rank; 0: not known. entered: the steps that entered the last
+    exchange, in the mean over islands. given: the numbers of the param groups at the start. late: as for `optimizer`.
+    sent: steps when a difference was taken last; sending: when the one that is on its way was. most: how many islands
+    there were.
     """
 
     plans = True
@@ -195,6 +206,7 @@ class Islands(Optimizer):
     greeted: Any = None
     pace: Pace
     seconds = entered = 0.0
+    away: Sequence[float] = ()
     given: dict[str, str]
     late: tuple[float, float, float] | None
     sent = sending = most = 0
@@ -383,18 +395,24 @@ class Islands(Optimizer):
     def greet(self, group: Any) -> None:
         """Compare how many ranks islands have, in a new process group: a rank without a partner would wait for one.
 
+        Then the ways to those that are to be healed are measured, where there is more than one to heal them.
+
         Raises: ValueError on an island that has other ranks than those that were there before, or than the first.
         """
         size = self.ranks.axes[_INSIDE].size
         with self.among(group):
             try:
-                told = self.meet(size, self.joined)
+                told = self.meet(size, self.joined, self.behind)
+                wanted = next((ranks for ranks, joined, _ in told if joined), told[0][0])
+                if size != wanted:
+                    raise _OtherRanks(expected("island", f"{wanted:.0f} ranks, as the others have", f"{size}"))
+                takers = [i for i, (*_, behind) in enumerate(told) if behind]
+                sources = [i for i in range(len(told)) if i not in takers]
+                rank = self.manager.participating_rank()
+                self.away = seconds_from(sources, takers, group, rank, device_of(self))
             except RuntimeError as error:  # an island is lost
                 self.manager.report_error(error)
                 return
-        wanted = next((ranks for ranks, joined in told if joined), told[0][0])
-        if size != wanted:
-            raise _OtherRanks(expected("island", f"{wanted:.0f} ranks, as the others have", f"{size}"))
         self.greeted = group.parent
 
     def meet(self, *numbers: float) -> list[list[float]]:
@@ -423,7 +441,7 @@ class Islands(Optimizer):
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
         told = self.gather(
-            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, problem is not None, text]
+            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, self.away, problem is not None, text]
         )
         if problem is not None:
             raise problem
@@ -443,8 +461,10 @@ class Islands(Optimizer):
         warm, entering, spent = self.phase is Phase.WARMUP, self.steps - self.sent, self.pace.tell(since)
         of_steps = 1.0 if warm else entering
         tokens = of_steps if self.tokens is None else sum(row[2] for row in told)
-        row = row_number(*{row[4] for row in told})
-        return _Word(speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent, row)
+        # The slowest of its ranks decides: all of them are healed from the same island.
+        away = [max(of_rank) for of_rank in zip(*(row[5] for row in told), strict=True)]
+        said = speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent
+        return _Word(*said, row_number(*{row[4] for row in told}), away)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
         """Take an exchange up to where it is written; None if nobody has anything to say. The islands must be bound.
@@ -453,7 +473,8 @@ class Islands(Optimizer):
         Raises: RuntimeError if communication fails, here or, as far as it can be known, on another island.
         """
         rank = self.manager.participating_rank()
-        words = [_Word(*row) for row in self.meet(*word)]
+        told, size = self.meet(*word[:-1], *word.away), len(word.away)
+        words = [_Word._make([*row[:-size], row[-size:]]) for row in told]
         if any(of.behind for of in words):
             self.heal(group, words, rank)
         current = [of for of in words if of.joined and not of.behind]
@@ -556,8 +577,9 @@ class Islands(Optimizer):
         """
         behind = [i for i, of in enumerate(words) if of.behind]
         current = [i for i in range(len(words)) if i not in behind] or behind
-        # All islands choose the same one: that of the most steps, and the first of several.
-        source = max(current, key=lambda i: (words[i].steps, -i))
+        # All islands choose the same one: of those with the most steps the nearest.
+        steps = max(words[i].steps for i in current)
+        source = nearest([of.away for of in words], [i for i in current if words[i].steps == steps], behind)
         failure, state, takers = None, state_of(self), list[int]()
         try:
             takers = takers_of(self, made_of(self, self.given), self.islands, source, behind, rank)
