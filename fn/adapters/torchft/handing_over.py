@@ -140,9 +140,7 @@ def hand_over(
     return taken
 
 
-def seconds_from(
-    sources: Sequence[int], takers: Sequence[int], group: Any, rank: int, device: torch.device
-) -> list[float]:
+def measure(sources: Sequence[int], takers: Sequence[int], group: Any, rank: int, device: torch.device) -> list[float]:
     """Return how long a message of a healing takes from each island to this one; inf where none was sent.
 
     All islands call it. One that is healed is mostly a new process, of whose links nobody knows yet, so they are tried.
@@ -162,7 +160,7 @@ def seconds_from(
 def nearest(seconds: Sequence[Sequence[float]], sources: Sequence[int], takers: Sequence[int]) -> int:
     """Return the source whose slowest way to a taker is the fastest; the first of several, also where none is known.
 
-    Args: seconds: by island, what `seconds_from` returned there.
+    Args: seconds: by island, what `measure` returned there. sources, takers: as for it.
     """
     return min(sources, key=lambda source: (max(seconds[taker][source] for taker in takers), source))
 

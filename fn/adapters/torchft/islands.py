@@ -37,16 +37,7 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.shards import pieces
 from fn.adapters.optim.units import Flight
 from fn.adapters.torchft.checks import check, check_late, check_warmup
-from fn.adapters.torchft.handing_over import (
-    become,
-    given_to,
-    hand_over,
-    made_of,
-    nearest,
-    seconds_from,
-    state_of,
-    takers_of,
-)
+from fn.adapters.torchft.handing_over import become, given_to, hand_over, made_of, measure, nearest, state_of, takers_of
 from fn.adapters.torchft.pace import LOOKS, Goodput, Pace, clock, goodput_of
 from fn.arguments import checked
 from fn.base import Phase, Round, Transform
@@ -156,7 +147,7 @@ class _Word(NamedTuple):
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
-    `Pace.tell`. row: a number of what it computes with, see `row_of`. away: see `seconds_from`, on its slowest rank.
+    `Pace.tell`. row: a number of what it computes with, see `row_of`. away: see `measure`, on its slowest rank.
     """
 
     speaks: float
@@ -186,7 +177,7 @@ class Islands(Optimizer):
     at the start. healed: whether the last quorum gave it one. averaged: whether it made the gradients those of a
     warm-up step. unsent: tokens of this rank to count. flying: a mean on its way, and its process group, kept apart
     from `flights`: who reads the states must not write what may still be dropped. greeted: the process group of torch
-    whose islands are known to have as many ranks, and `away` of them: see `seconds_from`. pace: when the last local
+    whose islands are known to have as many ranks, and `away` of them: see `measure`. pace: when the last local
     steps ended. seconds: a step took, on the slowest rank; 0: not known. entered: the steps that entered the last
     exchange, in the mean over islands. given: the numbers of the param groups at the start. late: as for `optimizer`.
     sent: steps when a difference was taken last; sending: when the one that is on its way was. most: how many islands
@@ -409,7 +400,7 @@ class Islands(Optimizer):
                 takers = [i for i, (*_, behind) in enumerate(told) if behind]
                 sources = [i for i in range(len(told)) if i not in takers]
                 rank = self.manager.participating_rank()
-                self.away = seconds_from(sources, takers, group, rank, device_of(self))
+                self.away = measure(sources, takers, group, rank, device_of(self))
             except RuntimeError as error:  # an island is lost
                 self.manager.report_error(error)
                 return
