@@ -1,7 +1,8 @@
 """`python -m fn doctor`: whether this machine, and another one, are fit for ranks that meet over a network.
 
 A line for each check, with the cure where one fails. With `--peer` both machines call each other, as ranks would:
-on the port where torchrun lets them meet, and on a free port of the address that gloo announces.
+on the port where torchrun lets them meet, and on a free port of the address that gloo announces. There each also sends
+the other longer and longer messages, and both say how fast they came.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,12 @@ GREETING = b"fn doctor\n"
 CALL = 2.0
 """Seconds that a call may take before it is tried again."""
 
+LONG = 1.0
+"""Seconds of a message that is long enough to be timed: TCP takes some round trips to find its speed."""
+
+MOST = 1 << 26
+"""Bytes of the longest message, which a fast network takes in less."""
+
 
 class Finding(NamedTuple):
     """What one check found. ok: whether training can go on like this. text: with the cure, where it cannot."""
@@ -48,7 +55,9 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.description = "Check what ranks need of this machine; with --peer, of the way to another one and back."
+    parser.description = (
+        "Check what ranks need of this machine; with --peer, of the way to another one and back, and its MB/s."
+    )
     parser.add_argument("--peer", metavar="HOST[:PORT]", help="another machine, on which doctor runs at the same time")
     parser.add_argument("--port", type=int, default=PORT, help=f"where this one is called (default: {PORT})")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
@@ -132,10 +141,14 @@ def _address(own: str, peer: tuple[str, int] | None) -> Finding:
 
 
 class _Doorbell:
-    """A listener that answers calls in a thread, and knows whether the peer's doctor has called."""
+    """A listener that answers calls in a thread, and knows whether the peer's doctor has called.
+
+    speed: bytes a second of the longest message that it sent; 0: none came. measured: whether it has sent all.
+    """
 
     def __init__(self, listener: socket.socket, answer: bytes):
-        self.listener, self.answer, self.rung = listener, answer, threading.Event()
+        self.listener, self.answer, self.speed = listener, answer, 0.0
+        self.rung, self.measured = threading.Event(), threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -144,11 +157,25 @@ class _Doorbell:
                 caller, _ = self.listener.accept()
             except OSError:  # closed
                 return
-            with caller, suppress(OSError):  # whoever calls and says nothing is no doctor
+            with caller, suppress(OSError, ValueError):  # whoever calls and says nothing is no doctor
                 caller.settimeout(CALL)
                 if caller.recv(len(GREETING)) == GREETING:
                     caller.sendall(self.answer + b"\n")
                     self.rung.set()
+                    self._take(caller)
+
+    def _take(self, caller: socket.socket) -> None:
+        """Answer each message, which comes behind its length, with the seconds that it took."""
+        with caller.makefile("rb") as messages:
+            while length := messages.readline(32):
+                began, left = time.perf_counter(), int(length)
+                while left > 0:
+                    left -= len(messages.read1(min(left, 1 << 16))) or _hung_up()
+                seconds = max(time.perf_counter() - began, 1e-9)  # a coarse clock may stand still
+                self.speed = int(length) / seconds
+                caller.sendall(b"%.9f\n" % seconds)
+        if self.speed:
+            self.measured.set()
 
 
 def _called(place: tuple[str, int]) -> bytes:
@@ -160,6 +187,28 @@ def _called(place: tuple[str, int]) -> bytes:
     if not line:
         raise ConnectionError("something else listens there")
     return line
+
+
+def _hung_up() -> int:
+    raise ConnectionError("it hung up")
+
+
+def _speed_to(place: tuple[str, int], end: float) -> float:
+    """Send a doorbell messages, each twice as long as the one before; return the bytes a second of the last.
+
+    Raises: OSError, also where one takes until `end`; ValueError for an answer that is none.
+    """
+    with socket.create_connection(place, CALL) as call, call.makefile("rb") as answers:
+        call.settimeout(max(CALL, end - time.monotonic()))
+        call.sendall(GREETING)
+        answers.readline(4096)
+        seconds, length = 0.0, 1 << 16
+        while seconds < LONG and length < MOST:
+            length *= 2
+            call.sendall(b"%d\n" % length)
+            call.sendall(bytes(length))
+            seconds = float(answers.readline(32) or _hung_up())
+    return length / seconds
 
 
 def _meeting(peer: tuple[str, int], port: int, announced: socket.socket, timeout: float) -> Iterator[Finding]:
@@ -188,14 +237,23 @@ def _meeting(peer: tuple[str, int], port: int, announced: socket.socket, timeout
             which = f"port {where}" if bell is bells[0] else f"{address[0]}:{where}, a free port"
             cure = f"open {'the port' if bell is bells[0] else 'all ports to ranks'} in the firewall of this machine"
             yield Finding(rung, name, f"reached {which}" if rung else f"nobody called {which}; {cure}")
+        if bells[1].rung.is_set():
+            came = bells[1].measured.wait(max(0.0, end - time.monotonic()))
+            yield _speed("speed from it", bells[1].speed if came else None, "the peer sent nothing, or not all")
 
 
-def _until(end: float, call: Callable[[], bytes]) -> tuple[bytes | None, str]:
-    """Try a call until it succeeds or the time is over; return its answer, or why there is none."""
+def _speed(check: str, speed: float | None, fault: str) -> Finding:
+    cure = "long messages are lost where a tunnel has a larger MTU than the way below it: ip link set dev wg0 mtu 1280"
+    text = f"not measured ({fault}); {cure}" if speed is None else f"{speed / 1e6:.2f} MB/s"
+    return Finding(speed is not None, check, text)
+
+
+def _until(end: float, call: Callable[[], Any]) -> tuple[Any, str]:
+    """Try a call until it succeeds or the time is over; return its answer, or None and why there is none."""
     while True:
         try:
             return call(), ""
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # the second also of what can be no name
             fault = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if time.monotonic() + 0.2 >= end:
             return None, fault
@@ -221,3 +279,5 @@ def _compared(answer: bytes, end: float) -> Iterator[Finding]:
     cure = "set GLOO_SOCKET_IFNAME there to the interface that this machine reaches, and open its firewall for ranks"
     text = "answers" if reached is not None else f"does not answer ({fault}); {cure}"
     yield Finding(reached is not None, "to its ranks", f"{host}:{port}, which its gloo announces, {text}")
+    if reached is not None:
+        yield _speed("speed to it", *_until(end, lambda: _speed_to((host, port), end)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,15 +37,22 @@ def commanded(command: list[str], **variables: str) -> tuple[int, list[str]]:
     return done.returncode, [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
 
 
-def peer(answer: bytes) -> tuple[str, int]:
-    """Answer every call with some bytes, as a peer that is set up wrongly does; end with the test's process."""
-    server = socket.create_server((HOST, 0))
+def peer(answer: bytes, *, stays: bool = False) -> tuple[str, int]:
+    """Answer every call with some bytes, as a peer that is set up wrongly does; end with the test's process.
+
+    Args: stays: whether it stays on the line, and reads no more.
+    """
+    server, callers = socket.create_server((HOST, 0)), list[socket.socket]()
 
     def serve() -> None:
         while True:
-            with server.accept()[0] as caller:
-                caller.recv(64)
-                caller.sendall(answer)
+            caller, _ = server.accept()
+            caller.recv(64)
+            caller.sendall(answer)
+            if stays:
+                callers.append(caller)
+            else:
+                caller.close()
 
     threading.Thread(target=serve, daemon=True).start()
     return HOST, int(server.getsockname()[1])
@@ -62,10 +71,14 @@ def test_two_that_call_each_other_find_nothing() -> None:
         second = pool.submit(lambda: list(doctor.findings((HOST, one), other)))
     checks = [f.check for f in first.result()]
     assert checks == [f.check for f in second.result()]
-    assert checks[-5:] == ["to the peer", "peer's versions", "to its ranks", "from the peer", "from its ranks"]
+    to, back = ["to the peer", "peer's versions", "to its ranks"], ["from the peer", "from its ranks"]
+    assert checks[-7:] == [*to, "speed to it", *back, "speed from it"]
     ours = {"open files", "shared memory"}  # of the machine that runs this test
     assert not wrong(first.result()).keys() - ours
     assert not wrong(second.result()).keys() - ours
+    here, there = ({check: text for _, check, text in found.result()} for found in (first, second))
+    assert re.fullmatch(r"\d+\.\d\d MB/s", here["speed to it"])
+    assert (here["speed to it"], here["speed from it"]) == (there["speed from it"], there["speed to it"])
 
 
 def test_a_peer_that_is_not_there() -> None:
@@ -91,6 +104,36 @@ def test_a_peer_whose_firewall_has_one_port_open() -> None:
     assert "to the peer" not in found
     assert "which its gloo announces, does not answer" in found["to its ranks"]
     assert "GLOO_SOCKET_IFNAME" in found["to its ranks"]
+
+
+@pytest.mark.parametrize("end", ["hangs up", "says nothing", "says something else"])
+def test_a_peer_to_which_no_long_messages_come_through(end: str) -> None:
+    said = {"hangs up": b"{}\n", "says nothing": b"{}\n", "says something else": b"{}\nHTTP/1.1 400\n"}[end]
+    there = facts(address=peer(said, stays=end != "hangs up"))
+    found = wrong(list(doctor.findings(peer(there), free_port(), timeout=0.5)))
+    assert "to its ranks" not in found
+    fault = {"hangs up": "(it hung up|.*reset.*|Broken pipe)", "says nothing": "timed out"}.get(
+        end, "could not convert.*"
+    )
+    assert re.fullmatch(rf"not measured \({fault}\); long messages are lost .* MTU .*", found["speed to it"])
+
+
+def test_a_peer_that_calls_and_sends_nothing() -> None:
+    port, timeout = free_port(), 3.0
+    with ThreadPoolExecutor() as pool:
+        here = pool.submit(lambda: list(doctor.findings((HOST, free_port()), port, timeout=timeout)))
+        for _ in range(100):
+            with suppress(OSError), socket.create_connection((HOST, port)) as call:
+                call.sendall(b"fn doctor\n")
+                theirs = json.loads(call.makefile("rb").readline())["address"]
+                break
+            threading.Event().wait(0.02)
+        with socket.create_connection(tuple(theirs)) as call:
+            call.sendall(b"fn doctor\n")
+            call.makefile("rb").readline()
+    found = wrong(here.result())
+    assert "from its ranks" not in found
+    assert found["speed from it"].startswith("not measured (the peer sent nothing, or not all); ")
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n", b'{"fn": "1"}\n', b"[1, 2]\n"])
