@@ -1,8 +1,8 @@
 """How an island that is behind becomes a copy of one that is not.
 
 Each of its ranks gets the state of the rank in the same place of one other island, over the process group of the
-quorum. It is the same island for all ranks: torchft's own healing takes another one for each, so that ranks of one
-island would go on from the moments of different ones, and drift apart in silence.
+quorum. It is the same island for all ranks, the nearest: torchft's own healing takes another one for each, so that
+ranks of one island would go on from the moments of different ones, and drift apart in silence.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def optimizer(
     exchange asks for a quorum. An island that is lost is left out from the next quorum on. If an exchange fails, it is
     dropped on all islands, and the next one carries both rounds.
 
-    An island that is behind is healed: it gets the whole state of another, with the moments of the inner optimizer,
+    An island that is behind is healed: it gets the whole state of the nearest, with the moments of the inner optimizer,
     the learning rate and the step. Its params become the anchor, its errors zero, and gradients from before its first
     step are dropped. All its ranks are healed from the same island, or none is. In the first quorum all become copies
     of the first, where they do not start alike. What else a model or a run has, such as buffers or a scheduler, is
