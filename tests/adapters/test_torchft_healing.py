@@ -89,7 +89,24 @@ def a_source_for_each_rank(adapter: Any, opt: Any, job: Job) -> None:
     adapter.nearest = lambda seconds, sources, takers: sources[0 if sources == takers else job.rank]
 
 
-DEFECTS = {"a thread exports": exported_by_a_thread, "a source for each rank": a_source_for_each_rank}
+def a_message_is_lost(adapter: Any, opt: Any, job: Job) -> None:
+    """Let the message of the quorum fail on one rank of the island that is to be healed."""
+    meet, failed = opt.meet, list[int]()
+
+    def failing(*numbers: float) -> Any:
+        if (job.island, job.rank) == (ISLANDS - 1, 1) and len(numbers) > 3 and not failed:  # fewer are a greeting
+            failed.append(1)
+            raise RuntimeError("a cable was cut")
+        return meet(*numbers)
+
+    opt.meet = failing
+
+
+DEFECTS = {
+    "a thread exports": exported_by_a_thread,
+    "a source for each rank": a_source_for_each_rank,
+    "a message is lost": a_message_is_lost,
+}
 
 
 def rank_of_island(job: Job, end: Any) -> None:
@@ -111,8 +128,8 @@ def rank_of_island(job: Job, end: Any) -> None:
     store = dist.TCPStore("localhost", job.port, is_master=False, wait_for_workers=False, timeout=limit)
     dist.init_process_group("gloo", store=dist.PrefixStore("inside", store), rank=job.rank, world_size=RANKS)
     manager = torchft.Manager(
-        pg=(Slow if job.slow else torchft.ProcessGroupGloo)(timeout=limit), load_state_dict=None, state_dict=None,
-        min_replica_size=1, use_async_quorum=False, timeout=limit, quorum_timeout=limit, rank=job.rank,
+        pg=(Slow if job.slow else torchft.ProcessGroupGloo)(timeout=timedelta(seconds=20)), load_state_dict=None,
+        state_dict=None, min_replica_size=1, use_async_quorum=False, timeout=limit, quorum_timeout=limit, rank=job.rank,
         world_size=RANKS, store_addr="localhost", store_port=job.port, lighthouse_addr=job.lighthouse,
         hostname="localhost", replica_id=f"island_{job.island}", init_sync=False,
     )  # fmt: skip
@@ -126,18 +143,20 @@ def rank_of_island(job: Job, end: Any) -> None:
     if job.defect:
         DEFECTS[job.defect](adapter, opt, job)
     had: dict[int, str] = {}
+    votes: list[bool] = []
     ask = manager.should_commit
 
     def should_commit() -> bool:
         """Note the states between healing and what the exchange writes: there both islands have the same."""
         moments = pieces(tree.leaves(opt.states))
         had[manager.current_step()] = hashlib.sha256(b"".join(x.numpy().tobytes() for x in moments)).hexdigest()
-        return ask()
+        votes.append(ask())
+        return votes[-1]
 
     manager.should_commit = should_commit
     end.send_bytes(b"")
     end.recv_bytes()  # now all have their libraries
-    while not had or manager.num_participants() < ISLANDS:
+    while not votes or not votes[-1] or manager.num_participants() < ISLANDS:
         draw = torch.Generator().manual_seed(1000 * opt.steps + 10 * job.island + job.rank)
         x = torch.randn(8, 5, generator=draw)
         (model(x) - x[:, :4].sin()).square().mean().backward()
@@ -164,7 +183,7 @@ def sources(inside: str, defect: str = "", slow: tuple[int, int] | None = None) 
                     jobs[island, rank] = Job(island, rank, *where, inside, defect, (island, rank) == slow)
             sea.begin(rank_of_island, jobs)
         found = sea.end()
-    (met,) = {number for number in found[2, 0] if number in found[0, 0]}
+    met = max(found[2, 0])  # the exchange that was written
     assert len({found[island, 0][met] for island in range(2)}) == 2  # they can be told apart
     return [[i for i in range(2) if found[i, rank][met] == found[2, rank][met]] for rank in range(RANKS)]
 
@@ -180,6 +199,11 @@ def test_a_state_that_a_thread_exports_while_a_step_runs_is_that_of_no_moment():
 
 def test_with_a_source_for_each_rank_the_ranks_of_an_island_have_different_states():
     assert sources("ddp", "a source for each rank") == [[0], [1]]
+
+
+def test_where_one_rank_loses_the_quorum_its_island_is_healed_in_the_next_one():
+    """The other rank asks whether both have the state, and neither may wait for the other in another place."""
+    assert sources("ddp", "a message is lost") in ([[0], [0]], [[1], [1]])
 
 
 @pytest.mark.parametrize(("slow", "near"), [((0, 1), 1), ((1, 0), 0)])

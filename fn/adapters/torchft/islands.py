@@ -464,8 +464,13 @@ class Islands(Optimizer):
         Raises: RuntimeError if communication fails, here or, as far as it can be known, on another island.
         """
         rank = self.manager.participating_rank()
-        told, size = self.meet(*word[:-1], *word.away), len(word.away)
-        words = [_Word._make([*row[:-size], row[-size:]]) for row in told]
+        size = len(word.away)
+        try:
+            words = [_Word._make([*row[:-size], row[-size:]]) for row in self.meet(*word[:-1], *word.away)]
+        except RuntimeError:
+            if word.behind:
+                self.gather([False, False])  # the other ranks of this island ask for it in `heal`
+            raise
         if any(of.behind for of in words):
             self.heal(group, words, rank)
         current = [of for of in words if of.joined and not of.behind]
@@ -577,7 +582,7 @@ class Islands(Optimizer):
             state = hand_over(state, group, rank, source, takers, device_of(self))
         except RuntimeError as error:
             failure = error
-        if rank in behind and rank != source:  # all of its ranks become copies, or none does
+        if rank in behind:  # all of its ranks become copies, or none does
             told = self.gather([failure is None, rank in takers])
             if failure is None and not all(came for came, _ in told):
                 failure = RuntimeError("another rank of this island did not get the state")
