@@ -22,7 +22,7 @@ import math
 import platform
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def optimizer(
     schedule: Schedule,
     tokens: Callable[[], float] | None = None,
     axis: str = "islands",
-    inside: dist.ProcessGroup | None = None,
+    inside: dist.ProcessGroup | Axis | None = None,
     late: tuple[float, float, float] | None = (6.0, 5.0, 60.0),
     **more: Any,
 ) -> Optimizer:
@@ -99,8 +99,9 @@ def optimizer(
         tokens: () -> how many tokens this rank has trained on since the last call; called once per exchange. A
             difference then counts by its island's tokens; those of a dropped exchange count in the next. None: it
             counts by its island's steps.
-        axis: the name that the islands get. inside: the ranks of this island; None: those of torch.distributed, or
-            this process alone where that is not initialized. more: as for `fn.Optimizer`, such as lr.
+        axis: the name that the islands get. inside: the ranks of this island, or an `Axis` of them over a
+            registered transport; None: those of torch.distributed, or this process alone where that is not initialized.
+            more: as for `fn.Optimizer`, such as lr.
         late: (k, least, most): an island in the middle of its steps is late, once its round has lasted longer than
             the median of its last 20 by k times their median absolute deviation, at least by the second number of
             seconds and at most by the third. It then takes the outer step with the others, who wait; its difference
@@ -366,9 +367,7 @@ class Islands(Optimizer):
 
     def group(self) -> Any:
         """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
-        from torchft.process_group import ManagedProcessGroup
-
-        manager, group = self.manager, ManagedProcessGroup(self.manager).parent
+        manager, group = self.manager, group_of(self.manager)
         if not manager.is_participating() or manager.num_participants() != group.size():
             got = "islands that wait outside of the quorum"
             raise ValueError(expected("manager", "use_async_quorum=False, and no spares", got))
@@ -610,6 +609,14 @@ def _axis(size: int, rank: int, transport: str) -> Axis:
     return Axis(size, torch.tensor(rank, dtype=torch.int64, device="cpu"), transport)
 
 
+@singledispatch
+def group_of(manager: Any) -> Any:
+    """Return the process group of torchft's manager; for what stands for one, register what returns its group."""
+    from torchft.process_group import ManagedProcessGroup
+
+    return ManagedProcessGroup(manager).parent
+
+
 def _transport(group: Any) -> Transport:
     """Return the exchanges of a process group of torchft, which torch.distributed does not know."""
     size = group.size()
@@ -632,8 +639,10 @@ def _transport(group: Any) -> Transport:
     return Transport(all_to_all, gather, psum, own_thread=True)
 
 
-def _ranks_of(inside: dist.ProcessGroup | None) -> Axis:
+def _ranks_of(inside: dist.ProcessGroup | Axis | None) -> Axis:
     """Return the ranks of this island as an axis. Raises: ValueError if there are others that are not reached."""
+    if isinstance(inside, Axis):
+        return inside
     if inside is None and dist.is_initialized():
         inside = dist.group.WORLD
     if inside is not None:
