@@ -264,8 +264,8 @@ class Islands(Optimizer):
         """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
         super().load_state_dict(state_dict)
         self.flying, self.sent = None, getattr(self.schedule, "begun", self.steps)
-        while self.sent and self.schedule(self.sent - 1) == Round() and not hasattr(self.schedule, "begun"):
-            self.sent -= 1  # back to the last exchange
+        while self.sent and getattr(self.schedule(self.sent - 1), "begin", 0) is None and not hasattr(self.schedule, "begun"):
+            self.sent -= 1  # back to where the last exchange began
         self.pace.ends.clear()
 
     def count(self) -> None:
@@ -366,9 +366,21 @@ class Islands(Optimizer):
         return True
 
     def group(self) -> Any:
-        """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
+        """Return the process group of this quorum; None where torchft goes on with that of an earlier one.
+
+        Raises: ValueError if it is not of this quorum's islands only.
+        """
         manager, group = self.manager, group_of(self.manager)
-        if not manager.is_participating() or manager.num_participants() != group.size():
+        try:
+            size, is_new = group.size(), group.parent is not self.greeted
+        except AssertionError:  # torchft's: this island has left it
+            size, is_new = 0, False
+        if manager.num_participants() != size and not is_new:
+            # A lighthouse that is started again counts quorums from 1, and torchft opens connections only where the
+            # number is not that of its last one. A dropped exchange brings a new number.
+            manager.report_error(RuntimeError("this quorum has the number of an earlier one"))
+            return None
+        if not manager.is_participating() or manager.num_participants() != size:
             got = "islands that wait outside of the quorum"
             raise ValueError(expected("manager", "use_async_quorum=False, and no spares", got))
         return group

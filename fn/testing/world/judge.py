@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import Transform
+from fn.base import Round, Transform
 from fn.testing.world.quorum import MEETING, PATIENCE, Manager
 from fn.testing.world.scheduler import Process
 
@@ -59,7 +59,7 @@ class Books:
         self.entry: tuple[Any, int, Entry] | None = None
         self.begun = dict[int, tuple[Tensor, int]]()
         self.is_loading = self.has_exchanged = False
-        self.is_late, self.uncounted = False, 0
+        self.uncounted = 0
 
     def count(self, *_: Any) -> None:
         """Note that a local step is taken now."""
@@ -112,7 +112,7 @@ class Judge:
             apart, steps = books.begun[number]
             sent = flat(places(number, roles.find(state, "difference")[0]))
             owed = books.owed.get(number, torch.zeros_like(apart))
-            entry = Entry(apart, sent, owed, steps * books.factor, steps, not books.opt.joined or books.is_late, [], [])
+            entry = Entry(apart, sent, owed, steps * books.factor, steps, not books.opt.joined or books.opt.now == Round(), [], [])
             key = books.manager.quorum.serial, books.process.rank
             self.entries.setdefault(key, {})[books.process] = entry
             books.entry = key, number, entry
@@ -152,7 +152,7 @@ class Judge:
         manager, process = books.manager, books.process
         told, books.looked = manager.told[books.looked :], len(manager.told)
         for found, ended, count, written, _ in told:
-            quick = not world.is_disturbed(max(began, found) - 1.0, ended + 1.0)
+            quick = written and not world.is_disturbed(max(began, found) - 1.0, ended + 1.0)
             if ended - max(began, found) > (QUICK if quick else SLOW):
                 world.end(f"{process} was in an exchange for {ended - max(began, found):.1f} s")
             if found - began > LONG:
@@ -162,15 +162,15 @@ class Judge:
         here = bits([roles.find(state, "copies")[0], tree.fields(state, "outer")])
         if opt.refused or not all(bool(x.isfinite().all()) for x in tree.leaves(opt.units[0].params)):
             world.end(f"{process} has half a step: {opt.refused or 'numbers that are not finite'}")
-        wrote = any(one.written for one in told)
-        if wrote:
-            self.compare(self.written.setdefault(manager.step, {}), process, here, f"exchange {manager.step}")
-            self.settle(books, {one.serial for one in told if one.written})
+        written = [one.serial for one in told if one.written]
+        if written:
+            self.compare(self.written.setdefault(written[-1], {}), process, here, f"exchange {manager.step}")
+            self.settle(books, written)
         elif here != anchor and not books.healed:
             world.end(f"{process} has another anchor, although it wrote no exchange")
         life = process.island, process.life, opt.steps, len(manager.told)
         self.compare(self.params.setdefault(life, {}), process, bits(opt.units[0].params), f"step {opt.steps}")
-        books.healed = books.is_late = False
+        books.healed = False
         if told and not opt.flying:
             books.entry = None
 
@@ -181,7 +181,7 @@ class Judge:
                 self.world.end(f"{process} and {other} differ behind {what}")
         book[process] = here
 
-    def settle(self, books: Books, written: set[int]) -> None:
+    def settle(self, books: Books, written: list[int]) -> None:
         """Add up an exchange that a rank has written: what was sent, what is left, what has entered."""
         if books.entry is None or books.entry[0][0] not in written:
             return

@@ -87,7 +87,8 @@ class Lighthouse:
         now = [member.server for member in members]
         # A new process group for others, and where an exchange was dropped.
         self.number += now != self.before or any(member.failures for member in members)
-        self.serial, self.before, self.asked = self.serial + 1, now, {}
+        self.serial, self.before = self.serial + 1, now
+        self.asked = {server: (self.world.now, asked[1]) for server, asked in self.asked.items() if server not in now}
         quorum = Quorum(self.number, self.serial, members)
         for member in members:
             member.server.hear(member, quorum, self.network.arrival(LIGHTHOUSE, member.server.island))

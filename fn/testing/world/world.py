@@ -112,7 +112,8 @@ class World(Scheduler):
             if (island, process.rank) in self.saved:
                 books.is_loading = True
                 opt.load_state_dict(self.saved[island, process.rank])
-                books.is_loading = False
+                # The schedule says when the last exchange was, and a state dict nothing of one that was dropped.
+                books.is_loading, books.steps = False, 0 if plan.counts_tokens else opt.steps - opt.sent
             while True:
                 self.sleep(plan.pace[island] * (0.9 + 0.2 * self.draw.random()) * (5 if self.slow.get(island, 0) > self.now else 1))
                 self.gradients(params, opt, process, seat)
