@@ -148,7 +148,7 @@ class _Word(NamedTuple):
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
-    `Pace.tell`. row: a number of what it computes with, see `row_of`.
+    `Pace.tell`. row: a number of what it computes with, see `row_of`. line: a number of the last exchange that it wrote.
     """
 
     speaks: float
@@ -163,6 +163,7 @@ class _Word(NamedTuple):
     waited: float
     exchanged: float
     row: float
+    line: float
 
 
 class _OtherRanks(ValueError):
@@ -180,7 +181,8 @@ class Islands(Optimizer):
     whose islands are known to have as many ranks. pace: when the last local steps ended. seconds: a step took, on the
     slowest rank; 0: not known. entered: the steps that entered the last exchange, in the mean over islands. given: the
     numbers of the param groups at the start. late: as for `optimizer`. sent: steps when a difference was taken last;
-    sending: when the one that is on its way was. most: how many islands there were.
+    sending: when the one that is on its way was. line: a number of the last exchange that was written, alike on all that
+    wrote it; next_line: of the one that is taken. most: how many islands there were.
     """
 
     plans = True
@@ -199,6 +201,7 @@ class Islands(Optimizer):
     given: dict[str, str]
     late: tuple[float, float, float] | None
     sent = sending = most = 0
+    line = next_line = 0.0
 
     @property
     def goodput(self) -> Goodput:
@@ -360,6 +363,7 @@ class Islands(Optimizer):
             if made.could and not int(self.ranks.axes[_INSIDE].rank):
                 text = "exchange %d between islands: goodput %s; since this island began %s"
                 logger.info(text, self.manager.current_step(), made, self.goodput)
+        self.line = self.next_line
         # Only here: tokens of an exchange that was dropped count in the next one.
         self.unsent = 0.0 if trained else self.unsent
         self.sent = self.sending if trained else self.sent
@@ -455,7 +459,8 @@ class Islands(Optimizer):
         of_steps = 1.0 if warm else entering
         tokens = of_steps if self.tokens is None else sum(row[2] for row in told)
         row = row_number(*{row[4] for row in told})
-        return _Word(speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent, row)
+        known = speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds
+        return _Word(*known, *spent, row, self.line)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
         """Take an exchange up to where it is written; None if nobody has anything to say. The islands must be bound.
@@ -465,6 +470,11 @@ class Islands(Optimizer):
         """
         rank = self.manager.participating_rank()
         words = [_Word(*row) for row in self.meet(*word)]
+        # A lighthouse that was started again may have let some islands write without the others, and these as often
+        # without them. torchft compares counts only, and their anchors would stay apart.
+        line = words[source_of(words)].line
+        words = [of if of.line == line else of._replace(behind=True, speaks=0.0) for of in words]
+        self.next_line, word = row_number(*map(str, words)), words[rank]
         if any(of.behind for of in words):
             self.heal(group, words, rank)
         current = [of for of in words if of.joined and not of.behind]
@@ -492,6 +502,7 @@ class Islands(Optimizer):
             if word.joined and not (word.behind or word.speaks):
                 staged = self.going_on(staged)
         else:
+            self.sending = self.steps  # or who was healed would count from what it sent before that
             return None, False
         self.sending = self.steps
         if not late:
@@ -565,10 +576,7 @@ class Islands(Optimizer):
 
         Raises: as `stage`; ValueError on an island that was made otherwise.
         """
-        behind = [i for i, of in enumerate(words) if of.behind]
-        current = [i for i in range(len(words)) if i not in behind] or behind
-        # All islands choose the same one: that of the most steps, and the first of several.
-        source = max(current, key=lambda i: (words[i].steps, -i))
+        behind, source = [i for i, of in enumerate(words) if of.behind], source_of(words)
         failure, state, takers = None, state_of(self), list[int]()
         try:
             takers = takers_of(self, made_of(self, self.given), self.islands, source, behind, rank)
@@ -584,7 +592,13 @@ class Islands(Optimizer):
                 self.healed, self.unsent, self.sent = True, 0.0, self.steps
         if failure is not None:
             raise failure
-        self.behind = False
+        self.behind, self.line = False, words[source].line
+
+
+def source_of(words: Sequence[_Word]) -> int:
+    """Return the island of which others become copies, the same on all: that of the most steps, the first of several."""
+    current = [i for i, of in enumerate(words) if not of.behind] or range(len(words))
+    return max(current, key=lambda i: (words[i].steps, -i))
 
 
 def _tell(pace: Pace) -> None:

@@ -52,6 +52,15 @@ class Books:
     """
 
     opt: Islands
+    params: list[Tensor]
+    agreed: list[Tensor]
+    anchor = b""
+
+    def begin(self, opt: Islands) -> None:
+        """Take in an optimizer, whose state stays in its memory."""
+        state = opt.units[0].state
+        self.opt, self.params = opt, tree.leaves(opt.units[0].params)
+        self.agreed = tree.leaves([roles.find(state, "copies")[0], tree.fields(state, "outer")])
 
     def __init__(self, process: Process, manager: Manager, factor: float):
         self.process, self.manager, self.factor = process, manager, factor
@@ -71,9 +80,9 @@ def flat(leaves: list[Tensor]) -> Tensor:
     return torch.cat([x.detach().reshape(-1) for x in leaves]).double()  # (...) each -> (n,)
 
 
-def bits(state: Any) -> bytes:
-    """Return the bits of a tree."""
-    return b"".join(x.detach().numpy().tobytes() for x in tree.leaves(state))
+def bits(leaves: list[Tensor]) -> bytes:
+    """Return the bits of leaves."""
+    return b"".join(x.detach().numpy().tobytes() for x in leaves)
 
 
 class Judge:
@@ -139,14 +148,11 @@ class Judge:
         if books.healed:
             self.heals += books.process.rank == 0
             self.world.tell(books.process, "becomes a copy of another island")
-            if opt.joined and not self.world.is_touched(books.process) and not self.was_split(books):
+            mine = {*self.world.islands[books.process.island]}
+            if opt.joined and not self.world.is_touched(books.process) and not mine & self.world.network.unsure:
                 self.world.end(f"{books.process} loses its work, although nothing has happened to it")
 
-    def was_split(self, books: Books) -> bool:
-        """Return whether one last message got through to some and not to others."""
-        return True
-
-    def look(self, opt: Islands, began: float, anchor: bytes) -> None:
+    def look(self, opt: Islands, began: float) -> None:
         """Judge what a step has left."""
         world, books = self.world, self.world.books[self.world.process]
         manager, process = books.manager, books.process
@@ -158,19 +164,18 @@ class Judge:
             if found - began > LONG:
                 world.end(f"{process} waited {found - began:.1f} s for a quorum")
             world.tell(process, f"{'wrote' if written else 'dropped'} an exchange of {count} islands, number {manager.step}")
-        state = opt.units[0].state
-        here = bits([roles.find(state, "copies")[0], tree.fields(state, "outer")])
-        if opt.refused or not all(bool(x.isfinite().all()) for x in tree.leaves(opt.units[0].params)):
+        if opt.refused or not all(bool(p.isfinite().all()) for p in books.params):
             world.end(f"{process} has half a step: {opt.refused or 'numbers that are not finite'}")
+        here = bits(books.agreed) if told or not books.anchor else books.anchor
         written = [one.serial for one in told if one.written]
         if written:
             self.compare(self.written.setdefault(written[-1], {}), process, here, f"exchange {manager.step}")
             self.settle(books, written)
-        elif here != anchor and not books.healed:
+        elif here != books.anchor and books.anchor and not books.healed:
             world.end(f"{process} has another anchor, although it wrote no exchange")
         life = process.island, process.life, opt.steps, len(manager.told)
-        self.compare(self.params.setdefault(life, {}), process, bits(opt.units[0].params), f"step {opt.steps}")
-        books.healed = False
+        self.compare(self.params.setdefault(life, {}), process, bits(books.params), f"step {opt.steps}")
+        books.healed, books.anchor = False, here
         if told and not opt.flying:
             books.entry = None
 

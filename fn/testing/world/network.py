@@ -30,10 +30,14 @@ class Cut(NamedTuple):
 
 
 class Network:
-    """The links. cuts: that have been, are, or will be."""
+    """The links. cuts: that have been, and are.
+
+    unsure: who did not hear that an exchange had come everywhere, when another did: no protocol can prevent that. Only
+    of a message of a single number that is nobody's fault; what carries more is followed by one.
+    """
 
     def __init__(self, world: Scheduler):
-        self.world, self.cuts = world, list[Cut]()
+        self.world, self.cuts, self.unsure = world, list[Cut](), set[Process]()
 
     def is_cut(self, a: int, b: int, time: float) -> bool:
         """Return whether two islands are in different parts."""
@@ -92,6 +96,8 @@ class Ring:
         self.world.pause(lambda: self.until(call, me)[0], limit, f"{kind} {number} of {len(self.members)}")
         time, came = self.until(call, me)
         if not came or time > self.world.now:
+            if size <= 8:
+                self.network.unsure.add(self.members[me])
             raise RuntimeError("Connection closed by peer" if not came else "Timed out waiting for a peer")
         if any(post.kind != kind for post in call.values()):
             self.world.end(f"{self.members[me]} is in {kind}, and others are in {[post.kind for post in call.values()]}")

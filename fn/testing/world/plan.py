@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 def drawn(seed: int) -> Plan:
     """Return the plan of a seed."""
     draw = random.Random(seed)
-    islands, ranks = draw.randint(2, 5), 1 + seed % 2
+    islands, ranks = draw.choice([2, 2, 3, 3, 4, 5]), 1 + seed % 2
     method = draw.choice([*METHODS])
     fragments = 2 if method.startswith("DiLoCo") and draw.random() < 0.4 else 1
     delay = draw.choice([0, 0, 1] if fragments > 1 else [0, 0, 1, 2])
@@ -88,4 +88,4 @@ def drawn(seed: int) -> Plan:
         island = draw.randrange(islands)
         events.append(Event(time, kind, island, draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)]), draw.randrange(2)))
     more = draw.random() < 0.5, draw.random() < 0.25
-    return Plan(seed, islands, ranks, method, fragments, delay, seconds, pace, *more, draw.choice([0, 3, 5]), tuple(events))
+    return Plan(seed, islands, ranks, method, fragments, delay, seconds, pace, *more, draw.choice([0, 4, 9]), tuple(events))

@@ -31,12 +31,13 @@ class Killed(BaseException):
 class Process:
     """A rank of an island, from its start to its end.
 
-    ended: when it did. rests: until when it does nothing, as behind SIGSTOP. ahead: seconds of its clock.
+    born, ended: when it was and did. rests: until when it does nothing, as behind SIGSTOP. ahead: seconds of its clock.
     """
 
     island: int
     rank: int
     life: int
+    born: float
     ended: float = inf
     rests: float = 0.0
     ahead: float = 0.0

@@ -19,16 +19,19 @@ from fn.adapters.torchft.pace import Goodput
 from fn.collectives.axis import Axis
 from fn.collectives.transports.registry import register
 from fn.errors import PeerLost
-from fn.testing.world.judge import Books, Judge, bits
+from fn.testing.world.judge import Books, Judge
 from fn.testing.world.network import LIGHTHOUSE, Cut, Network, Ring, Seat, within
 from fn.testing.world.plan import Event, Plan
 from fn.testing.world.quorum import PATIENCE, Lighthouse, Manager, Meeting, Server
 from fn.testing.world.scheduler import Background, Process, Scheduler
 
 SHAPES = [(4, 4), (8,), (2, 4)]
-RATE = {"local SGD in 4 bits": 0.1}
-EXCHANGES = 12
+RATE, SLOWER = 0.2, {"local SGD in 4 bits": 0.3}
+EXCHANGES = 10
 """Exchanges of a run, at least."""
+
+EVERYWHERE, LASTING = {"cut", "lighthouse", "stop", "slow"}, {"cut", "lighthouse", "stop", "slow", "full disk"}
+"""Faults that may cost any island its work, and those that last."""
 
 LAST = 600.0
 """Seconds after which a run has ended."""
@@ -76,7 +79,7 @@ class World(Scheduler):
     def launch(self, island: int) -> None:
         """Start an island."""
         self.lives += 1
-        processes = [Process(island, rank, self.lives) for rank in range(self.plan.ranks)]
+        processes = [Process(island, rank, self.lives, self.now) for rank in range(self.plan.ranks)]
         self.islands[island] = processes
         server, ring = Server(self.lighthouse, processes), Ring(self.network, processes)
         for process in processes:
@@ -102,9 +105,10 @@ class World(Scheduler):
         make = partial(self.judge.watched, plan.make)
         opt: Any = optimizer(
             params, make, manager, schedule=plan.schedule, tokens=tokens if plan.counts_tokens else None, inside=inside,
-            late=(6.0, 2.0, 10.0), lr=RATE.get(plan.method, 0.05),
+            late=(6.0, 2.0, 10.0), lr=SLOWER.get(plan.method, RATE),
         )  # fmt: skip
-        books.opt, opt.background = opt, Background(self, process, self.ended)
+        books.begin(opt)
+        opt.background = Background(self, process, self.ended)
         opt.row = f"row {island % 2}" if plan.unlike else opt.row
         opt.register_load_state_dict_post_hook(self.judge.loaded)
         opt.register_step_pre_hook(books.count)  # behind the adapter's, which may heal
@@ -117,11 +121,10 @@ class World(Scheduler):
             while True:
                 self.sleep(plan.pace[island] * (0.9 + 0.2 * self.draw.random()) * (5 if self.slow.get(island, 0) > self.now else 1))
                 self.gradients(params, opt, process, seat)
-                state = opt.units[0].state
-                before, began = bits([roles.find(state, "copies")[0], tree.fields(state, "outer")]), self.now
+                began = self.now
                 opt.step()
                 opt.zero_grad()
-                self.judge.look(opt, began, before)
+                self.judge.look(opt, began)
                 self.save(opt, process)
                 self.see(books, opt)
         finally:
@@ -153,7 +156,7 @@ class World(Scheduler):
         island, told = books.process.island, books.manager.told[-2:]
         full = self.now > self.quiet and len(told) == 2 and all(t.count == self.plan.islands and t.written and t.found > self.quiet for t in told)
         (self.full.add if full else self.full.discard)(island)
-        if len(self.full) == self.plan.islands and len(self.judge.exchanges) >= EXCHANGES:
+        if len(self.full) == self.plan.islands and books.manager.step >= EXCHANGES:
             anchor = torch.cat([x.reshape(-1) for x in tree.leaves(roles.find(opt.units[0].state, "copies")[0])])
             self.loss = float((anchor - 1.0).square().mean())
             self.end()
@@ -181,7 +184,7 @@ class World(Scheduler):
                 self.tell(f"island {island}", "is started again")
                 self.launch(island)
 
-        self.touched[island] = inf
+        self.touched[island] = max(self.touched.get(island, 0.0), self.now + 0.01)
         self.full.discard(island)
         self.disturbed.append((time, time + 2.0))
         self.at(time + self.draw.uniform(0.05, 1.0), end)
@@ -197,7 +200,9 @@ class World(Scheduler):
         self.happened += 1
         self.tell(f"island {island}", f"{kind} ({seconds:.1f} s, {other})")
         self.quiet = max(self.quiet, time + seconds)
-        self.touched[island] = max(self.touched.get(island, 0.0), time + seconds)
+        end = time + (seconds if kind in LASTING else 0.01)
+        for i in range(self.plan.islands) if kind in EVERYWHERE else [island]:
+            self.touched[i] = max(self.touched.get(i, 0.0), end)
         self.disturbed.append((time, time + seconds + 1.0))
         if kind in ("kill", "kill a rank"):
             for process in processes[other % len(processes) :][:1] if kind == "kill a rank" else processes:
@@ -208,7 +213,6 @@ class World(Scheduler):
         elif kind == "cut":
             side = {island, *((island + 1) % self.plan.islands for _ in range(other))}
             self.network.cuts.append(Cut(self.now, self.now + seconds, frozenset(side)))
-            self.touched.update(dict.fromkeys(range(self.plan.islands), time + seconds))
         elif kind == "lighthouse":
             self.lighthouse.restart(seconds)
         elif kind == "full disk":
@@ -221,7 +225,7 @@ class World(Scheduler):
 
     def is_touched(self, process: Process) -> bool:
         """Return whether something has happened to an island in its present life."""
-        return self.touched.get(process.island, 0.0) > 0
+        return self.touched.get(process.island, 0.0) > process.born
 
     def is_disturbed(self, begin: float, end: float) -> bool:
         """Return whether something happened in a time."""
