@@ -313,8 +313,10 @@ class Islands(Optimizer):
                 raise
             self.drop(error)
         # A rank that votes now while another of its island votes at the end of the round would wait for it in vain.
-        told = self.gather([came, late])
-        all_came, late = all(of_rank for of_rank, _ in told), any(of_rank for _, of_rank in told)
+        told = self.gather([came, late, True])
+        while not all(ends for *_, ends in told):  # another rank was in `heal`, which this one has not come to
+            told = self.gather([came, late, True])
+        all_came, late = all(of_rank for of_rank, *_ in told), any(of_rank for _, of_rank, _ in told)
         if came and not all_came:
             group.abort()
             self.drop(RuntimeError("another rank of this island lost it"))
@@ -584,10 +586,10 @@ class Islands(Optimizer):
         except RuntimeError as error:
             failure = error
         if rank in behind and rank != source:  # all of its ranks become copies, or none does
-            told = self.gather([failure is None, rank in takers])
-            if failure is None and not all(came for came, _ in told):
+            told = self.gather([failure is None, rank in takers, False])
+            if failure is None and not all(came for came, *_ in told):
                 failure = RuntimeError("another rank of this island did not get the state")
-            if failure is None and any(needed for _, needed in told):
+            if failure is None and any(needed for _, needed, _ in told):
                 become(self, state)
                 self.healed, self.unsent, self.sent = True, 0.0, self.steps
         if failure is not None:

@@ -166,7 +166,7 @@ class Judge:
             world.tell(process, f"{'wrote' if written else 'dropped'} an exchange of {count} islands, number {manager.step}")
         if opt.refused or not all(bool(p.isfinite().all()) for p in books.params):
             world.end(f"{process} has half a step: {opt.refused or 'numbers that are not finite'}")
-        here = bits(books.agreed) if told or not books.anchor else books.anchor
+        here = bits(books.agreed) if told or books.healed or not books.anchor else books.anchor
         written = [one.serial for one in told if one.written]
         if written:
             self.compare(self.written.setdefault(written[-1], {}), process, here, f"exchange {manager.step}")

@@ -81,7 +81,7 @@ def drawn(seed: int) -> Plan:
     delay = draw.choice([0, 0, 1] if fragments > 1 else [0, 0, 1, 2])
     seconds = draw.uniform(1.0, 3.0) if fragments == 1 and not delay and draw.random() < 0.4 else 0.0
     pace = tuple(draw.uniform(0.2, 0.6) for _ in range(islands))
-    kinds = ["kill", *(draw.choice(KINDS) for _ in range(draw.randint(2, 5)))]
+    kinds = ["kill", *(draw.choice(KINDS) for _ in range(draw.randint(2, 4)))]
     time, events = 6.0, list[Event]()
     for kind in kinds:
         time += draw.uniform(0.5, 8.0)

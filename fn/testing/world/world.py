@@ -27,7 +27,7 @@ from fn.testing.world.scheduler import Background, Process, Scheduler
 
 SHAPES = [(4, 4), (8,), (2, 4)]
 RATE, SLOWER = 0.2, {"local SGD in 4 bits": 0.3}
-EXCHANGES = 10
+EXCHANGES = 12
 """Exchanges of a run, at least."""
 
 EVERYWHERE, LASTING = {"cut", "lighthouse", "stop", "slow"}, {"cut", "lighthouse", "stop", "slow", "full disk"}
@@ -55,6 +55,11 @@ class Result(NamedTuple):
     def counts(self) -> bool:
         """Return whether enough has happened."""
         return self.exchanges >= 8 and self.faults >= 3 and self.healings >= 1
+
+    def __str__(self) -> str:
+        verdict = "FAILED" if self.failure else "passed" if self.counts else "passed, does not count"
+        what = f"{self.exchanges} exchanges, {self.faults} faults, {self.healings} healings, loss {self.loss:.4f}"
+        return f"seed {self.plan.seed}: {verdict}; {what}, {self.seconds:.0f} s; {self.plan}"
 
 
 class World(Scheduler):
@@ -154,7 +159,8 @@ class World(Scheduler):
     def see(self, books: Books, opt: Any) -> None:
         """End the run once all islands have been in two whole exchanges behind all faults."""
         island, told = books.process.island, books.manager.told[-2:]
-        full = self.now > self.quiet and len(told) == 2 and all(t.count == self.plan.islands and t.written and t.found > self.quiet for t in told)
+        quiet = self.happened == len(self.plan.events) and self.now > self.quiet
+        full = quiet and len(told) == 2 and all(t.count == self.plan.islands and t.written and t.found > self.quiet for t in told)
         (self.full.add if full else self.full.discard)(island)
         if len(self.full) == self.plan.islands and books.manager.step >= EXCHANGES:
             anchor = torch.cat([x.reshape(-1) for x in tree.leaves(roles.find(opt.units[0].state, "copies")[0])])
@@ -195,7 +201,8 @@ class World(Scheduler):
         """Let a fault happen."""
         time, kind, island, seconds, other = event
         processes = self.islands[island]
-        if any(process.ended < inf for process in processes) and kind != "lighthouse":
+        if any(process.ended < inf for process in processes):
+            self.at(self.now + 2.0, partial(self.happen, event._replace(time=self.now + 2.0)))
             return
         self.happened += 1
         self.tell(f"island {island}", f"{kind} ({seconds:.1f} s, {other})")
