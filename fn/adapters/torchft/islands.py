@@ -267,7 +267,11 @@ class Islands(Optimizer):
         """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
         super().load_state_dict(state_dict)
         self.flying, self.sent = None, getattr(self.schedule, "begun", self.steps)
-        while self.sent and getattr(self.schedule(self.sent - 1), "begin", 0) is None and not hasattr(self.schedule, "begun"):
+        while (
+            self.sent
+            and getattr(self.schedule(self.sent - 1), "begin", 0) is None
+            and not hasattr(self.schedule, "begun")
+        ):
             self.sent -= 1  # back to where the last exchange began
         self.pace.ends.clear()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,8 @@ FIRST = 5.0
 
 class Entry(NamedTuple):
     """What a rank gives into an exchange. apart: anchor - params. sent: that times its weight. owed: its errors before,
-    as the judge knows them; left: behind it. units: steps or tokens since the last exchange. steps: the steps of it."""
+    as the judge knows them; left: behind it. units: steps or tokens since the last exchange. steps: the steps of it.
+    """
 
     apart: Tensor
     sent: Tensor
@@ -121,7 +121,9 @@ class Judge:
             apart, steps = books.begun[number]
             sent = flat(places(number, roles.find(state, "difference")[0]))
             owed = books.owed.get(number, torch.zeros_like(apart))
-            entry = Entry(apart, sent, owed, steps * books.factor, steps, not books.opt.joined or books.opt.now == Round(), [], [])
+            entry = Entry(
+                apart, sent, owed, steps * books.factor, steps, not books.opt.joined or books.opt.now == Round(), [], []
+            )
             key = books.manager.quorum.serial, books.process.rank
             self.entries.setdefault(key, {})[books.process] = entry
             books.entry = key, number, entry
@@ -142,7 +144,10 @@ class Judge:
         """Note that a rank has become a copy of another, or of a checkpoint."""
         books = self.world.books[self.world.process]
         books.steps, books.healed = 0, not books.is_loading
-        sizes = [len(flat(tree.leaves(roles.find(opt.units[0].state, "copies")[0])[f :: self.world.plan.fragments])) for f in range(self.world.plan.fragments)]
+        sizes = [
+            len(flat(tree.leaves(roles.find(opt.units[0].state, "copies")[0])[f :: self.world.plan.fragments]))
+            for f in range(self.world.plan.fragments)
+        ]
         errors = [self.errors(opt.units[0].state, f, n) for f, n in enumerate(sizes)]
         books.owed = dict(enumerate(errors)) if books.is_loading else {}
         if books.healed:
@@ -163,7 +168,9 @@ class Judge:
                 world.end(f"{process} was in an exchange for {ended - max(began, found):.1f} s")
             if found - began > LONG:
                 world.end(f"{process} waited {found - began:.1f} s for a quorum")
-            world.tell(process, f"{'wrote' if written else 'dropped'} an exchange of {count} islands, number {manager.step}")
+            world.tell(
+                process, f"{'wrote' if written else 'dropped'} an exchange of {count} islands, number {manager.step}"
+            )
         if opt.refused or not all(bool(p.isfinite().all()) for p in books.params):
             world.end(f"{process} has half a step: {opt.refused or 'numbers that are not finite'}")
         here = bits(books.agreed) if told or books.healed or not books.anchor else books.anchor
@@ -198,17 +205,30 @@ class Judge:
             self.checked.add(key)
             due = sum(e.sent + e.owed - e.left[0] for e in entries)
             got = size * entry.mean[0]
-            if __import__("os").environ.get("DBG"): print(number, [(e.sent[:4].tolist(), e.owed[:4].tolist(), e.left[0][:4].tolist(), e.mean[0][:4].tolist()) for e in entries], due[:20], got[:20])
+            if __import__("os").environ.get("DBG"):
+                print(
+                    number,
+                    [
+                        (e.sent[:4].tolist(), e.owed[:4].tolist(), e.left[0][:4].tolist(), e.mean[0][:4].tolist())
+                        for e in entries
+                    ],
+                    due[:20],
+                    got[:20],
+                )
             scale = sum(float((e.sent.abs() + e.owed.abs()).max()) for e in entries)
             if float((due - got).abs().max()) > 1e-4 * scale + 1e-6:
-                world.end(f"exchange {books.manager.step}: {float((due - got).abs().max()):.2g} of what islands sent is lost or counts twice")
+                world.end(
+                    f"exchange {books.manager.step}: {float((due - got).abs().max()):.2g} of what islands sent is lost or counts twice"
+                )
             speak = [e for e in entries if e.speaks]
             total = sum(e.units for e in speak)
             for e in (e for e in speak if e.apart.any()):
                 weight = float((e.sent @ e.apart) / (e.apart @ e.apart))
                 wanted = size * e.units / total if total else 1.0
                 if abs(weight - wanted) > 1e-3:
-                    world.end(f"exchange {books.manager.step}: a difference of {e.units:.0f} counts {weight:.3f} times, and not {wanted:.3f}")
+                    world.end(
+                        f"exchange {books.manager.step}: a difference of {e.units:.0f} counts {weight:.3f} times, and not {wanted:.3f}"
+                    )
             if any(not (e.may_rest or e.speaks) for e in entries):
                 world.end(f"exchange {books.manager.step}: an island was there, and its difference did not count")
         books.owed[number] = entry.left[0]

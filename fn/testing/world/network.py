@@ -46,7 +46,9 @@ class Network:
     def arrival(self, a: int, b: int, size: int = 0, time: float | None = None) -> float:
         """Return when a message of so many bytes arrives that leaves at a time, now by default."""
         quick = 0.001 if a == b else 0.02
-        there = (self.world.now if time is None else time) + quick * (1 + self.world.draw.random()) * (8 if size > 64 else 1)
+        there = (self.world.now if time is None else time) + quick * (1 + self.world.draw.random()) * (
+            8 if size > 64 else 1
+        )
         for cut in sorted(self.cuts):
             if cut.begin <= there < cut.end and (a in cut.side) != (b in cut.side):
                 there = cut.end + quick
@@ -85,7 +87,12 @@ class Ring:
     def open_at(self, a: int, b: int, time: float) -> float:
         """Return the first time from one on at which the link between two members is whole."""
         islands = self.members[a].island, self.members[b].island
-        return max([time, *(c.end for c in self.network.cuts if c.begin <= time < c.end and self.network.is_cut(*islands, time))])
+        return max(
+            [
+                time,
+                *(c.end for c in self.network.cuts if c.begin <= time < c.end and self.network.is_cut(*islands, time)),
+            ]
+        )
 
     def exchange(self, me: int, number: int, kind: str, rows: Sequence[Tensor], limit: float) -> list[Tensor]:
         """Send a row to each member in the call of a number, and return what came. Raises: RuntimeError if not all did."""
@@ -100,7 +107,9 @@ class Ring:
                 self.network.unsure.add(self.members[me])
             raise RuntimeError("Connection closed by peer" if not came else "Timed out waiting for a peer")
         if any(post.kind != kind for post in call.values()):
-            self.world.end(f"{self.members[me]} is in {kind}, and others are in {[post.kind for post in call.values()]}")
+            self.world.end(
+                f"{self.members[me]} is in {kind}, and others are in {[post.kind for post in call.values()]}"
+            )
         return [call[r].rows[me] for r in range(len(self.members))]
 
 
@@ -160,7 +169,9 @@ class Group:
         gets, sends = (parts or [len(x) // size] * size for parts in (gets, sends))
         rows = self.parent.send("all_to_all", x.split(sends))
         if [len(row) for row in rows] != gets:
-            self.parent.ring.world.end(f"{self.parent.ring.world.process} expects {gets} numbers, and others send others")
+            self.parent.ring.world.end(
+                f"{self.parent.ring.world.process} expects {gets} numbers, and others send others"
+            )
         out.copy_(torch.cat(rows) if sum(gets) else out)
         return Done()
 

@@ -86,6 +86,10 @@ def drawn(seed: int) -> Plan:
     for kind in kinds:
         time += draw.uniform(0.5, 8.0)
         island = draw.randrange(islands)
-        events.append(Event(time, kind, island, draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)]), draw.randrange(2)))
+        events.append(
+            Event(time, kind, island, draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)]), draw.randrange(2))
+        )
     more = draw.random() < 0.5, draw.random() < 0.25
-    return Plan(seed, islands, ranks, method, fragments, delay, seconds, pace, *more, draw.choice([0, 4, 9]), tuple(events))
+    return Plan(
+        seed, islands, ranks, method, fragments, delay, seconds, pace, *more, draw.choice([0, 4, 9]), tuple(events)
+    )

@@ -1,8 +1,8 @@
 """What the adapter calls of torchft's Manager, and the rules of its lighthouse: who is in the next exchange.
 
-    Lighthouse    one for all islands: hears heartbeats, and says who is in a quorum
-    Server        one for each island: asks the lighthouse once all ranks have asked, and counts their votes
-    Manager       one for each rank: what `fn.adapters.torchft.optimizer` is given
+Lighthouse    one for all islands: hears heartbeats, and says who is in a quorum
+Server        one for each island: asks the lighthouse once all ranks have asked, and counts their votes
+Manager       one for each rank: what `fn.adapters.torchft.optimizer` is given
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from fn.testing.world.network import LIGHTHOUSE, Group, Network, Ring, Seat
-from fn.testing.world.scheduler import Process, Scheduler
+from fn.testing.world.scheduler import Process
 
 HEARTBEAT, JOIN, TICK, RETRY = 3.0, 10.0, 0.25, 5.0
 """Seconds: after which an island without heartbeats is lost, that a quorum waits for one which has them, between two
@@ -112,7 +112,11 @@ class Server:
 
     def is_asking(self, member: Member) -> bool:
         """Return whether a question is not answered yet."""
-        return self.processes[0].ended == inf and len(self.answers) < len(self.rounds) and member in self.rounds[-1].values()
+        return (
+            self.processes[0].ended == inf
+            and len(self.answers) < len(self.rounds)
+            and member in self.rounds[-1].values()
+        )
 
     def hear(self, member: Member, quorum: Quorum, time: float) -> None:
         """Hear from the lighthouse."""
@@ -126,7 +130,9 @@ class Server:
         if len(self.rounds[number]) == len(self.processes):
             arrival = self.lighthouse.network.arrival(self.island, LIGHTHOUSE)
             self.world.at(arrival, lambda: self.lighthouse.ask(member))
-        if not self.world.pause(lambda: self.answers[number][0] if number < len(self.answers) else inf, LONGEST, "a quorum"):
+        if not self.world.pause(
+            lambda: self.answers[number][0] if number < len(self.answers) else inf, LONGEST, "a quorum"
+        ):
             raise TimeoutError("no quorum was found")
         return self.answers[number][1]
 
@@ -135,7 +141,9 @@ class Server:
         self.votes += [{}] * (number >= len(self.votes))
         self.votes[number] = votes = {**self.votes[number], rank: yes}
         complete = lambda: len(self.votes[number]) == len(self.processes)  # noqa: E731
-        if len(votes) < len(self.processes) and not self.world.pause(lambda: 0.0 if complete() else inf, 2 * PATIENCE, "votes"):
+        if len(votes) < len(self.processes) and not self.world.pause(
+            lambda: 0.0 if complete() else inf, 2 * PATIENCE, "votes"
+        ):
             raise TimeoutError("a rank of this island did not vote")
         return all(self.votes[number].values())
 

@@ -68,7 +68,11 @@ class Scheduler:
     def __init__(self, seed: int):
         self.draw = random.Random(seed)
         self.now, self.story, self.failure = 0.0, list[tuple[float, str, str]](), ""
-        self.tasks, self.events, self.order = list[Task](), list[tuple[float, int, Callable[[], None]]](), itertools.count()
+        self.tasks, self.events, self.order = (
+            list[Task](),
+            list[tuple[float, int, Callable[[], None]]](),
+            itertools.count(),
+        )
         self.here: Task | None = None
         self.is_over, self.left = False, threading.Semaphore(0)
 
@@ -138,7 +142,9 @@ class Scheduler:
                 self.left.release()
                 return
             else:
-                self.end("nothing can happen any more: " + "; ".join(f"{t.process} waits for {t.what}" for t in self.tasks))
+                self.end(
+                    "nothing can happen any more: " + "; ".join(f"{t.process} waits for {t.what}" for t in self.tasks)
+                )
         self.now = max(self.now, first)
         ready = [task for task, time in zip(self.tasks, times, strict=True) if time <= self.now]
         self.here = ready[0] if len(ready) == 1 else self.draw.choice(ready)

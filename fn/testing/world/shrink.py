@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fn.testing.world.plan import Plan
 from fn.testing.world.world import Result, run
 
 
@@ -26,4 +25,6 @@ def story_of(result: Result) -> str:
     """Return what happened in a run, a line each: time, who, what."""
     events = "\n".join(map(str, result.plan.events)) or "no fault"
     lines = [f"{time:8.2f} s  {who:<16}  {what}" for time, who, what in result.story]
-    return "\n".join([f"seed {result.plan.seed}: {result.plan}", events, "", *lines, "", f"{result.failure or 'nothing is wrong'}"])
+    return "\n".join(
+        [f"seed {result.plan.seed}: {result.plan}", events, "", *lines, "", f"{result.failure or 'nothing is wrong'}"]
+    )

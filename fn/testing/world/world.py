@@ -20,7 +20,7 @@ from fn.collectives.axis import Axis
 from fn.collectives.transports.registry import register
 from fn.errors import PeerLost
 from fn.testing.world.judge import Books, Judge
-from fn.testing.world.network import LIGHTHOUSE, Cut, Network, Ring, Seat, within
+from fn.testing.world.network import Cut, Network, Ring, Seat, within
 from fn.testing.world.plan import Event, Plan
 from fn.testing.world.quorum import PATIENCE, Lighthouse, Manager, Meeting, Server
 from fn.testing.world.scheduler import Background, Process, Scheduler
@@ -124,7 +124,11 @@ class World(Scheduler):
                 # The schedule says when the last exchange was, and a state dict nothing of one that was dropped.
                 books.is_loading, books.steps = False, 0 if plan.counts_tokens else opt.steps - opt.sent
             while True:
-                self.sleep(plan.pace[island] * (0.9 + 0.2 * self.draw.random()) * (5 if self.slow.get(island, 0) > self.now else 1))
+                self.sleep(
+                    plan.pace[island]
+                    * (0.9 + 0.2 * self.draw.random())
+                    * (5 if self.slow.get(island, 0) > self.now else 1)
+                )
                 self.gradients(params, opt, process, seat)
                 began = self.now
                 opt.step()
@@ -160,7 +164,11 @@ class World(Scheduler):
         """End the run once all islands have been in two whole exchanges behind all faults."""
         island, told = books.process.island, books.manager.told[-2:]
         quiet = self.happened == len(self.plan.events) and self.now > self.quiet
-        full = quiet and len(told) == 2 and all(t.count == self.plan.islands and t.written and t.found > self.quiet for t in told)
+        full = (
+            quiet
+            and len(told) == 2
+            and all(t.count == self.plan.islands and t.written and t.found > self.quiet for t in told)
+        )
         (self.full.add if full else self.full.discard)(island)
         if len(self.full) == self.plan.islands and books.manager.step >= EXCHANGES:
             anchor = torch.cat([x.reshape(-1) for x in tree.leaves(roles.find(opt.units[0].state, "copies")[0])])
@@ -274,4 +282,6 @@ def run(plan: Plan) -> Result:
     with hearing(world):
         world.go()
     judge = world.judge
-    return Result(plan, world.failure, world.story, len(judge.exchanges), world.happened, judge.heals, world.loss, world.now)
+    return Result(
+        plan, world.failure, world.story, len(judge.exchanges), world.happened, judge.heals, world.loss, world.now
+    )
