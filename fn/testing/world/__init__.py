@@ -19,7 +19,6 @@ and told as a story: time, island, what happened.
 """
 
 from fn.testing.world.plan import Event, Plan, drawn
-from fn.testing.world.shrink import shrunk, story_of
-from fn.testing.world.world import Result, run
+from fn.testing.world.world import Result, run, shrunk
 
-__all__ = ["Event", "Plan", "Result", "drawn", "run", "shrunk", "story_of"]
+__all__ = ["Event", "Plan", "Result", "drawn", "run", "shrunk"]

@@ -1,43 +1,46 @@
-"""What is held against the islands: it keeps its own books, and believes the adapter nothing that it can count itself."""
+"""What is held against the islands: the judge keeps its own books, and believes nothing that it can count itself."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fn import roles, tree
 from fn.base import Round, Transform
+from fn.testing.world.plan import Plan
 from fn.testing.world.quorum import MEETING, PATIENCE, Manager
-from fn.testing.world.scheduler import Process
-
-if TYPE_CHECKING:
-    from fn.adapters.torchft.islands import Islands
-    from fn.testing.world.world import World
+from fn.testing.world.scheduler import Process, Scheduler
 
 QUICK, SLOW, LONG = 3.0, MEETING + 4 * PATIENCE, 100.0
-"""Seconds that an exchange may take: from its quorum on while nothing happens, at any time, and with its quorum."""
+"""Seconds that an exchange may take from its quorum on, while nothing happens and at any time, and a quorum itself."""
 
 FIRST = 5.0
 """Seconds of the first exchange of a process, which loads kernels."""
 
 
-class Entry(NamedTuple):
-    """What a rank gives into an exchange. apart: anchor - params. sent: that times its weight. owed: its errors before,
-    as the judge knows them; left: behind it. units: steps or tokens since the last exchange. steps: the steps of it.
+@dataclass(eq=False)
+class Entry:
+    """What a rank gives into an exchange.
+
+    apart: anchor - params. sent: that times its weight. owed: its errors before, as the judge knows them. left: those
+    behind it. steps: since its last exchange. may_rest: whether its difference need not count.
     """
 
+    fragment: int
     apart: Tensor
-    sent: Tensor
-    owed: Tensor
-    units: float
     steps: int
+    factor: float
     may_rest: bool
-    left: list[Tensor]
-    mean: list[Tensor]
+    owed: Tensor
+    sent: Tensor
+    left: Tensor | None = None
+    mean: Tensor | None = None
 
     @property
     def speaks(self) -> bool:
@@ -46,29 +49,19 @@ class Entry(NamedTuple):
 
 
 class Books:
-    """What the judge knows of a rank. owed: by fragment. steps: that no exchange has taken. full: its last exchanges.
+    """What the judge knows of a rank. owed: its errors, by fragment. steps: that no exchange has taken."""
 
-    touched: whether a fault has hit its island in this life.
-    """
-
-    opt: Islands
-    params: list[Tensor]
-    agreed: list[Tensor]
-    anchor = b""
-
-    def begin(self, opt: Islands) -> None:
-        """Take in an optimizer, whose state stays in its memory."""
+    def __init__(self, process: Process, manager: Manager, opt: Any, factor: float):
+        self.process, self.manager, self.opt, self.factor = process, manager, opt, factor
         state = opt.units[0].state
-        self.opt, self.params = opt, tree.leaves(opt.units[0].params)
-        self.agreed = tree.leaves([roles.find(state, "copies")[0], tree.fields(state, "outer")])
+        self.params, anchor = tree.leaves(opt.units[0].params), roles.find(state, "copies")[0]
+        self.agreed = tree.leaves([anchor, tree.fields(state, "outer")])  # which stay in their memory
+        self.owed, self.begun = dict[int, Tensor](), dict[int, tuple[Tensor, int]]()
+        self.steps = self.uncounted = self.looked = 0
+        self.serial, self.entry, self.here, self.healed = -1, None, bits(self.agreed), False
+        opt.register_step_pre_hook(self.count)  # behind the adapter's, which may heal
 
-    def __init__(self, process: Process, manager: Manager, factor: float):
-        self.process, self.manager, self.factor = process, manager, factor
-        self.owed, self.steps, self.looked, self.healed = dict[int, Tensor](), 0, 0, False
-        self.entry: tuple[Any, int, Entry] | None = None
-        self.begun = dict[int, tuple[Tensor, int]]()
-        self.is_loading = self.has_exchanged = False
-        self.uncounted = 0
+    entry: Entry | None
 
     def count(self, *_: Any) -> None:
         """Note that a local step is taken now."""
@@ -86,151 +79,131 @@ def bits(leaves: list[Tensor]) -> bytes:
 
 
 class Judge:
-    """Who compares. exchanges: the serial numbers of those that were written. heals: how many islands were healed."""
+    """Who compares. exchanges: the serial numbers of those that were written. heals: how many islands were healed.
 
-    def __init__(self, world: World):
-        self.world, self.exchanges, self.heals = world, set[int](), 0
-        self.entries = dict[tuple[int, int], dict[Process, Entry]]()
-        self.written, self.params = dict[int, dict[Process, bytes]](), dict[Any, dict[Process, bytes]]()
-        self.checked = set[tuple[int, int]]()
+    books: of each rank that lives. warm: processes that have had their first exchange. touched: island -> until when
+    something has happened to it that may cost it its work. disturbed: when something happened.
+    """
+
+    def __init__(self, world: Scheduler, plan: Plan, unsure: set[Process]):
+        self.world, self.plan, self.unsure = world, plan, unsure
+        self.exchanges, self.heals, self.warm = set[int](), 0, set[Process]()
+        self.books, self.touched = dict[Process, Books](), defaultdict[int, float](float)
+        self.disturbed = list[tuple[float, float]]()
+        self.entries = defaultdict[tuple[int, int], dict[Process, Entry]](dict)
+        self.seen = defaultdict[Any, dict[Process, bytes]](dict)
+
+    def check(self, is_right: bool, wrong: str) -> None:
+        """End the run where something is wrong."""
+        if not is_right:
+            self.world.end(wrong)
 
     def watched(self, make: Callable[..., Transform], **given: Any) -> Transform:
         """Return a method whose exchanges are noted, and of which the first one of a process takes long."""
         tx = make(**given)
-        exchange = tx.exchange
-        assert exchange is not None
+        assert (exchange := tx.exchange) is not None
 
-        def places(number: int, of: Any) -> list[Tensor]:
-            leaves = tree.leaves(of)
-            return leaves[number :: self.world.plan.fragments]
+        def part(number: int, of: Any) -> list[Tensor]:
+            return tree.leaves(of)[number :: self.plan.fragments]
 
         def difference(number: int, state: Any, params: Any) -> Any:
-            books = self.world.books[self.world.process]
-            anchor = roles.find(state, "copies")[0]
-            pairs = zip(places(number, anchor), places(number, params), strict=True)
-            books.begun[number] = flat([x - p for x, p in pairs]), books.steps
+            books = self.books.get(self.world.task.process)
+            if books is not None:
+                pairs = zip(part(number, roles.find(state, "copies")[0]), part(number, params), strict=True)
+                books.begun[number] = flat([x - p for x, p in pairs]), books.steps
             return exchange.difference(number, state, params)
 
         def mean(number: int, state: Any, params: Any) -> Any:
-            books = self.world.books[self.world.process]
-            if not books.has_exchanged:
-                books.has_exchanged = True
+            process = self.world.task.process
+            if process not in self.warm:
+                self.warm.add(process)
                 self.world.sleep(FIRST)
-            if books.manager.quorum is None:  # with itself
+            books = self.books.get(process)
+            if books is None:  # an exchange with itself
                 return exchange.mean(number, state, params)
-            apart, steps = books.begun[number]
-            sent = flat(places(number, roles.find(state, "difference")[0]))
+            (apart, steps), sent = books.begun[number], flat(part(number, roles.find(state, "difference")[0]))
+            may_rest = not books.opt.joined or books.opt.now == Round()
             owed = books.owed.get(number, torch.zeros_like(apart))
-            entry = Entry(
-                apart, sent, owed, steps * books.factor, steps, not books.opt.joined or books.opt.now == Round(), [], []
-            )
-            key = books.manager.quorum.serial, books.process.rank
-            self.entries.setdefault(key, {})[books.process] = entry
-            books.entry = key, number, entry
+            books.entry = entry = Entry(number, apart, steps, books.factor, may_rest, owed, sent)
+            books.serial = books.manager.quorum.serial if books.manager.quorum else -1
+            self.entries[books.serial, process.rank][process] = entry
             params, after = exchange.mean(number, state, params)
-            entry.left.append(self.errors(after, number, len(apart)))
-            entry.mean.append(flat(places(number, roles.find(after, "difference")[0])))
+            entry.left = self.errors(after, number, len(apart))
+            entry.mean = flat(part(number, roles.find(after, "difference")[0]))
             return params, after
 
         return tx._replace(exchange=exchange._replace(difference=difference, mean=mean))
 
     def errors(self, state: Any, number: int, size: int) -> Tensor:
         """Return the residual errors of a fragment."""
-        found = [x for x in tree.leaves(roles.find(state, "errors"))]
-        mine = found[number : number + 1] if len(found) > 1 else found
-        return flat(mine)[:size].clone() if mine else torch.zeros(size, dtype=torch.float64, device="cpu")
+        found = tree.leaves(roles.find(state, "errors"))
+        return (
+            flat(found[number : number + 1])[:size] if found else torch.zeros(size, dtype=torch.float64, device="cpu")
+        )
 
-    def loaded(self, opt: Islands) -> None:
-        """Note that a rank has become a copy of another, or of a checkpoint."""
-        books = self.world.books[self.world.process]
-        books.steps, books.healed = 0, not books.is_loading
-        sizes = [
-            len(flat(tree.leaves(roles.find(opt.units[0].state, "copies")[0])[f :: self.world.plan.fragments]))
-            for f in range(self.world.plan.fragments)
-        ]
-        errors = [self.errors(opt.units[0].state, f, n) for f, n in enumerate(sizes)]
-        books.owed = dict(enumerate(errors)) if books.is_loading else {}
-        if books.healed:
-            self.heals += books.process.rank == 0
-            self.world.tell(books.process, "becomes a copy of another island")
-            mine = {*self.world.islands[books.process.island]}
-            if opt.joined and not self.world.is_touched(books.process) and not mine & self.world.network.unsure:
-                self.world.end(f"{books.process} loses its work, although nothing has happened to it")
+    def loaded(self, books: Books, *, is_copy: bool) -> None:
+        """Note that a rank has become a copy of another island, or goes on from a checkpoint."""
+        process, state = books.process, books.opt.units[0].state
+        books.steps, books.healed, books.owed = 0, is_copy, {}
+        for f in range(0 if is_copy else self.plan.fragments):
+            size = sum(p.numel() for p in books.params[f :: self.plan.fragments])
+            books.owed[f] = self.errors(state, f, size)
+        if is_copy:
+            self.heals += process.rank == 0
+            self.world.tell(process, "becomes a copy of another island")
+            is_unsure = any(p.island == process.island and p.born == process.born for p in self.unsure)
+            lost = books.opt.joined and not (self.is_touched(process) or is_unsure)
+            self.check(not lost, f"{process} loses its work, although nothing has happened to it")
 
-    def look(self, opt: Islands, began: float) -> None:
+    def is_touched(self, process: Process) -> bool:
+        """Return whether something has happened to an island in its present life."""
+        return self.touched[process.island] > process.born
+
+    def look(self, books: Books, began: float) -> None:
         """Judge what a step has left."""
-        world, books = self.world, self.world.books[self.world.process]
-        manager, process = books.manager, books.process
+        manager, process, opt = books.manager, books.process, books.opt
         told, books.looked = manager.told[books.looked :], len(manager.told)
         for found, ended, count, written, _ in told:
-            quick = written and not world.is_disturbed(max(began, found) - 1.0, ended + 1.0)
-            if ended - max(began, found) > (QUICK if quick else SLOW):
-                world.end(f"{process} was in an exchange for {ended - max(began, found):.1f} s")
-            if found - began > LONG:
-                world.end(f"{process} waited {found - began:.1f} s for a quorum")
-            world.tell(
-                process, f"{'wrote' if written else 'dropped'} an exchange of {count} islands, number {manager.step}"
-            )
-        if opt.refused or not all(bool(p.isfinite().all()) for p in books.params):
-            world.end(f"{process} has half a step: {opt.refused or 'numbers that are not finite'}")
-        here = bits(books.agreed) if told or books.healed or not books.anchor else books.anchor
-        written = [one.serial for one in told if one.written]
-        if written:
-            self.compare(self.written.setdefault(written[-1], {}), process, here, f"exchange {manager.step}")
-            self.settle(books, written)
-        elif here != books.anchor and books.anchor and not books.healed:
-            world.end(f"{process} has another anchor, although it wrote no exchange")
-        life = process.island, process.life, opt.steps, len(manager.told)
-        self.compare(self.params.setdefault(life, {}), process, bits(books.params), f"step {opt.steps}")
-        books.healed, books.anchor = False, here
-        if told and not opt.flying:
-            books.entry = None
+            since, what = max(began, found), "wrote" if written else "dropped"
+            quick = written and not any(a < ended + 1 and since - 1 < b for a, b in self.disturbed)
+            self.check(ended - since <= (QUICK if quick else SLOW), f"{process}: {ended - since:.1f} s in an exchange")
+            self.check(found - began <= LONG, f"{process} waited {found - began:.1f} s for a quorum")
+            self.world.tell(process, f"{what} an exchange of {count} islands, number {manager.step}")
+        whole = not opt.refused and all(bool(p.isfinite().all()) for p in books.params)
+        self.check(whole, f"{process} has half a step, or numbers that are not finite: {opt.refused}")
+        before, books.here = books.here, bits(books.agreed) if told or books.healed else books.here
+        serials = [serial for *_, written, serial in told if written]
+        if serials:
+            self.compare(serials[-1], books, books.here, f"exchange {manager.step}")
+        else:
+            self.check(books.here == before or books.healed, f"{process} has moved its anchor and wrote no exchange")
+        if books.entry is not None and books.serial in serials:
+            self.settle(books, books.entry)
+        life = process.island, process.born, opt.steps, books.looked
+        self.compare(life, books, bits(books.params), f"step {opt.steps}")
+        books.healed, books.entry = False, books.entry if opt.flying else None
 
-    def compare(self, book: dict[Process, bytes], process: Process, here: bytes, what: str) -> None:
+    def compare(self, key: Any, books: Books, here: bytes, what: str) -> None:
         """Hold the bits of a rank against those of others that live."""
-        for other, theirs in book.items():
-            if other.ended == inf and theirs != here:
-                self.world.end(f"{process} and {other} differ behind {what}")
-        book[process] = here
+        differ = [other for other, theirs in self.seen[key].items() if other.ended == inf and theirs != here]
+        self.check(not differ, f"behind {what} {books.process} has other bits than {', '.join(map(str, differ))}")
+        self.seen[key][books.process] = here
 
-    def settle(self, books: Books, written: list[int]) -> None:
+    def settle(self, books: Books, mine: Entry) -> None:
         """Add up an exchange that a rank has written: what was sent, what is left, what has entered."""
-        if books.entry is None or books.entry[0][0] not in written:
-            return
-        key, number, entry = books.entry
-        world, size = self.world, len(books.manager.quorum.members) if books.manager.quorum else 0
-        self.exchanges.add(key[0])
-        entries = [e for e in self.entries[key].values() if e.left]
-        if key not in self.checked and len(entries) == size:
-            self.checked.add(key)
-            due = sum(e.sent + e.owed - e.left[0] for e in entries)
-            got = size * entry.mean[0]
-            if __import__("os").environ.get("DBG"):
-                print(
-                    number,
-                    [
-                        (e.sent[:4].tolist(), e.owed[:4].tolist(), e.left[0][:4].tolist(), e.mean[0][:4].tolist())
-                        for e in entries
-                    ],
-                    due[:20],
-                    got[:20],
-                )
-            scale = sum(float((e.sent.abs() + e.owed.abs()).max()) for e in entries)
-            if float((due - got).abs().max()) > 1e-4 * scale + 1e-6:
-                world.end(
-                    f"exchange {books.manager.step}: {float((due - got).abs().max()):.2g} of what islands sent is lost or counts twice"
-                )
-            speak = [e for e in entries if e.speaks]
-            total = sum(e.units for e in speak)
-            for e in (e for e in speak if e.apart.any()):
-                weight = float((e.sent @ e.apart) / (e.apart @ e.apart))
-                wanted = size * e.units / total if total else 1.0
-                if abs(weight - wanted) > 1e-3:
-                    world.end(
-                        f"exchange {books.manager.step}: a difference of {e.units:.0f} counts {weight:.3f} times, and not {wanted:.3f}"
-                    )
-            if any(not (e.may_rest or e.speaks) for e in entries):
-                world.end(f"exchange {books.manager.step}: an island was there, and its difference did not count")
-        books.owed[number] = entry.left[0]
-        if entry.speaks:
-            books.steps -= entry.steps
+        of_all, what = self.entries[books.serial, books.process.rank], f"exchange {books.manager.step}"
+        entries, size = list(of_all.values()), len(books.manager.quorum.members) if books.manager.quorum else 0
+        if books.serial not in self.exchanges and len(entries) == size and all(e.left is not None for e in entries):
+            due = sum(e.sent + e.owed - e.left for e in entries)
+            apart, scale = due - size * mine.mean, sum(float((e.sent.abs() + e.owed.abs()).max()) for e in entries)
+            lost = float(apart.abs().max())
+            self.check(lost <= 1e-4 * scale + 1e-6, f"{what}: {lost:.2g} of what was sent is lost or counts twice")
+            total = sum(e.steps * e.factor for e in entries if e.speaks)
+            for e in entries:
+                self.check(e.speaks or e.may_rest, f"{what}: an island was there, and its difference did not count")
+                if e.speaks and e.apart.any():
+                    weight, due = float(e.sent @ e.apart / (e.apart @ e.apart)), size * e.steps * e.factor / total
+                    text = f"{what}: the difference of {e.steps} steps counts {weight:.3f} times, and not {due:.3f}"
+                    self.check(abs(weight - due) < 1e-3, text)
+        self.exchanges.add(books.serial)
+        books.steps, books.owed[mine.fragment] = books.steps - mine.steps * mine.speaks, mine.left

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,179 +21,127 @@ LIGHTHOUSE = -1
 """The number of the lighthouse, as if it were an island."""
 
 
-class Cut(NamedTuple):
-    """A network in two parts: the islands of one of them, and for how long."""
-
-    begin: float
-    end: float
-    side: frozenset[int]
-
-
 class Network:
-    """The links. cuts: that have been, and are.
+    """The links. cuts: (begin, end, the islands of one part).
 
     unsure: who did not hear that an exchange had come everywhere, when another did: no protocol can prevent that. Only
     of a message of a single number that is nobody's fault; what carries more is followed by one.
     """
 
     def __init__(self, world: Scheduler):
-        self.world, self.cuts, self.unsure = world, list[Cut](), set[Process]()
+        self.world, self.unsure = world, set[Process]()
+        self.cuts = list[tuple[float, float, frozenset[int]]]()
 
-    def is_cut(self, a: int, b: int, time: float) -> bool:
-        """Return whether two islands are in different parts."""
-        return any(cut.begin <= time < cut.end and (a in cut.side) != (b in cut.side) for cut in self.cuts)
+    def whole(self, a: int, b: int, time: float) -> float:
+        """Return the first time from one on at which the link between two islands is whole."""
+        for begin, end, side in sorted(self.cuts, key=lambda cut: cut[:2]):
+            time = end if begin <= time < end and (a in side) != (b in side) else time
+        return time
 
-    def arrival(self, a: int, b: int, size: int = 0, time: float | None = None) -> float:
-        """Return when a message of so many bytes arrives that leaves at a time, now by default."""
-        quick = 0.001 if a == b else 0.02
-        there = (self.world.now if time is None else time) + quick * (1 + self.world.draw.random()) * (
-            8 if size > 64 else 1
-        )
-        for cut in sorted(self.cuts):
-            if cut.begin <= there < cut.end and (a in cut.side) != (b in cut.side):
-                there = cut.end + quick
-        return there
-
-
-class Post(NamedTuple):
-    """What a member sends in a call: its kind, a row for each member, and when each of these arrives."""
-
-    kind: str
-    rows: Sequence[Tensor]
-    arrives: list[float]
+    def arrival(self, a: int, b: int, size: int = 0) -> float:
+        """Return when a message of so many bytes arrives that leaves now."""
+        seconds = (0.001 if a == b else 0.02) * (1 + self.world.draw.random()) * (8 if size > 64 else 1)
+        return self.whole(a, b, self.world.now + seconds)
 
 
 class Ring:
-    """The connections among some processes, over which each call sends from everyone to everyone."""
+    """The connections among some processes, over which each call sends from everyone to everyone.
 
-    def __init__(self, network: Network, members: Sequence[Process]):
-        self.network, self.world, self.members = network, network.world, members
-        self.calls, self.left = dict[int, dict[int, Post]](), [inf] * len(members)
+    limit: seconds that a call may take. calls: number -> member -> its kind, its rows, and when each of these arrives.
+    """
 
-    def until(self, call: dict[int, Post], me: int) -> tuple[float, bool]:
+    def __init__(self, network: Network, members: Sequence[Process], limit: float):
+        self.network, self.world, self.members, self.limit = network, network.world, members, limit
+        self.calls = dict[int, dict[int, tuple[str, list[Tensor], list[float]]]]()
+        self.left, self.numbers = [inf] * len(members), [0] * len(members)
+
+    def until(self, number: int, me: int) -> tuple[float, bool]:
         """Return when a call ends for a member, and whether all have come by then."""
-        last = 0.0
+        last, call, here = 0.0, self.calls[number], self.members[me].island
         for r, other in enumerate(self.members):
-            gone = min(other.ended, self.left[r])
-            if r != me and (r not in call or call[r].arrives[me] > other.ended):
-                if gone == inf:
-                    last = inf
-                else:
-                    return max(gone + 0.05, self.open_at(r, me, gone)), False
-            elif r != me:
-                last = max(last, call[r].arrives[me])
+            if r == me:
+                continue
+            if r in call and call[r][2][me] <= other.ended:
+                last = max(last, call[r][2][me])
+            elif (gone := min(other.ended, self.left[r])) < inf:
+                return self.network.whole(other.island, here, gone + 0.05), False
+            else:
+                last = inf
         return last, True
 
-    def open_at(self, a: int, b: int, time: float) -> float:
-        """Return the first time from one on at which the link between two members is whole."""
-        islands = self.members[a].island, self.members[b].island
-        return max(
-            [
-                time,
-                *(c.end for c in self.network.cuts if c.begin <= time < c.end and self.network.is_cut(*islands, time)),
-            ]
-        )
-
-    def exchange(self, me: int, number: int, kind: str, rows: Sequence[Tensor], limit: float) -> list[Tensor]:
-        """Send a row to each member in the call of a number, and return what came. Raises: RuntimeError if not all did."""
+    def exchange(self, me: int, kind: str, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Send a row to each member; return what came from each. Raises: RuntimeError if not all did."""
+        self.numbers[me] = number = self.numbers[me] + 1
         island, size = self.members[me].island, max(x.nbytes for x in rows)
         arrives = [self.network.arrival(island, other.island, size) for other in self.members]
         call = self.calls.setdefault(number, {})
-        call[me] = Post(kind, [x.clone() for x in rows], arrives)
-        self.world.pause(lambda: self.until(call, me)[0], limit, f"{kind} {number} of {len(self.members)}")
-        time, came = self.until(call, me)
+        call[me] = kind, [x.clone() for x in rows], arrives
+        self.world.pause(lambda: self.until(number, me)[0], f"{kind} {number}", self.limit)
+        time, came = self.until(number, me)
         if not came or time > self.world.now:
-            if size <= 8:
-                self.network.unsure.add(self.members[me])
-            raise RuntimeError("Connection closed by peer" if not came else "Timed out waiting for a peer")
-        if any(post.kind != kind for post in call.values()):
-            self.world.end(
-                f"{self.members[me]} is in {kind}, and others are in {[post.kind for post in call.values()]}"
-            )
-        return [call[r].rows[me] for r in range(len(self.members))]
-
-
-class Seat:
-    """A member's place in a ring. limit: seconds that a call may take."""
-
-    def __init__(self, ring: Ring, rank: int, limit: float):
-        self.ring, self.rank, self.limit, self.number = ring, rank, limit, 0
-
-    @property
-    def size(self) -> int:
-        """Return the number of members."""
-        return len(self.ring.members)
-
-    def send(self, kind: str, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Take the next call."""
-        self.number += 1
-        return self.ring.exchange(self.rank, self.number, kind, rows, self.limit)
-
-    def leave(self) -> None:
-        """Close this member's connections: others hear of it."""
-        self.ring.left[self.rank] = min(self.ring.left[self.rank], self.ring.world.now)
-
-
-class Done:
-    """A call that has ended."""
-
-    def wait(self) -> None:
-        """Return at once."""
+            self.network.unsure |= {self.members[me]} if size <= 8 else set()
+            raise RuntimeError("Timed out waiting for a peer" if came else "Connection closed by peer")
+        if len({kind for kind, *_ in call.values()}) > 1:
+            self.world.end(f"{self.members[me]} is in {kind}, and others are not")
+        return [call[r][1][me] for r in range(len(self.members))]
 
 
 class Group:
-    """What the adapter calls of torchft's process group. parent: that of the present quorum."""
+    """What the adapter calls of torchft's process group. ring: of the present quorum."""
 
-    def __init__(self) -> None:
-        self.seat: Seat | None = None
+    ring: Ring | None = None
+    rank = 0
 
     @property
-    def parent(self) -> Seat:
-        """Return the member's place of this quorum."""
-        assert self.seat is not None, "process group not initialized"
-        return self.seat
+    def parent(self) -> Ring:
+        """Return the connections of this quorum."""
+        assert self.ring is not None, "process group not initialized"
+        return self.ring
 
     def size(self) -> int:
         """Return the number of members."""
-        return self.parent.size
+        return len(self.parent.members)
 
     def abort(self) -> None:
-        """Leave the present quorum."""
-        if self.seat is not None:
-            self.seat.leave()
-        self.seat = None
+        """Leave the present quorum: others hear of it."""
+        if self.ring is not None:
+            self.ring.left[self.rank] = self.ring.world.now
+        self.ring = None
 
-    def alltoall_base(self, out: Tensor, x: Tensor, gets: list[int], sends: list[int], options: Any) -> Done:
+    def alltoall_base(self, out: Tensor, x: Tensor, gets: list[int], sends: list[int], options: Any) -> Group:
         """Send a part of x to each member."""
-        size = self.size()
-        gets, sends = (parts or [len(x) // size] * size for parts in (gets, sends))
-        rows = self.parent.send("all_to_all", x.split(sends))
+        gets, sends = (parts or [len(x) // self.size()] * self.size() for parts in (gets, sends))
+        rows = self.parent.exchange(self.rank, "all_to_all", x.split(sends))
         if [len(row) for row in rows] != gets:
-            self.parent.ring.world.end(
-                f"{self.parent.ring.world.process} expects {gets} numbers, and others send others"
-            )
-        out.copy_(torch.cat(rows) if sum(gets) else out)
-        return Done()
+            self.parent.world.end(f"{self.parent.members[self.rank]} expects {gets} numbers, and others send others")
+        elif sum(gets):
+            out.copy_(torch.cat(rows))
+        return self
 
-    def allgather(self, outs: list[list[Tensor]], xs: list[Tensor], options: Any) -> Done:
+    def allgather(self, outs: list[list[Tensor]], xs: list[Tensor], options: Any) -> Group:
         """Send x to each member."""
-        for out, row in zip(outs[0], self.parent.send("all_gather", xs * self.size()), strict=True):
+        for out, row in zip(outs[0], self.parent.exchange(self.rank, "all_gather", xs * self.size()), strict=True):
             out.copy_(row)
-        return Done()
+        return self
 
-    def allreduce(self, xs: list[Tensor], options: Any) -> Done:
+    def allreduce(self, xs: list[Tensor], options: Any) -> Group:
         """Add up x over the members, in their order."""
-        xs[0].copy_(torch.stack(self.parent.send("all_reduce", xs * self.size())).sum(0))
-        return Done()
+        xs[0].copy_(torch.stack(self.parent.exchange(self.rank, "all_reduce", xs * self.size())).sum(0))
+        return self
+
+    def wait(self) -> None:
+        """Return at once: a call has ended when it returns."""
 
 
-def within(seat: Seat) -> Transport:
+def within(ring: Ring, rank: int) -> Transport:
     """Return the transport among the ranks of an island."""
 
     def send(kind: str) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
             try:
-                return torch.stack(seat.send(kind, x.unbind() if kind == "all_to_all" else [x] * seat.size))
+                return torch.stack(
+                    ring.exchange(rank, kind, list(x) if kind == "all_to_all" else [x] * len(ring.members))
+                )
             except RuntimeError as error:
                 raise PeerLost(f"a rank of this island is lost: {error}") from error
 

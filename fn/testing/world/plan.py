@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import fn
 from fn.schedules import Schedule
 
-H = 4
-"""Local steps of a round."""
+H, SHAPES = 4, [(4, 4), (8,), (2, 4)]
+"""Local steps of a round, and the shapes of what is trained: as long as codes like them, without padding."""
 
 METHODS: dict[str, Callable[..., Any]] = {
     "DiLoCo": partial(fn.diloco, weight_decay=0.0),
@@ -19,26 +19,33 @@ METHODS: dict[str, Callable[..., Any]] = {
     "DiLoCo in signs": partial(fn.diloco, weight_decay=0.0, codec=fn.sign(), servers=False),
     "local SGD in 4 bits": partial(fn.local_sgd, codec=fn.int4(), servers=False),
 }
+RATES, LARGEST = {"local SGD in 4 bits": 0.3}, 0.9
+"""Learning rates other than 0.2, and the largest loss in the end. It is 2 at the start."""
+
+KINDS = ("kill", "kill", "kill", "kill a rank", "stop", "cut", "lighthouse", "full disk", "jump", "slow")
+LASTING = ("stop", "cut", "lighthouse", "slow")
+"""Faults that last, and may cost any island its work: who is left out meanwhile is behind."""
 
 
 class Event(NamedTuple):
-    """A fault. seconds: for how long. other: a number whose meaning is the kind's: a rank, a side, a jump."""
+    """A fault. seconds: for how long. other: a number whose meaning is the kind's: a rank, a side, a direction."""
 
     time: float
     kind: str
     island: int
-    seconds: float = 0.0
-    other: int = 0
+    seconds: float
+    other: int
 
     def __str__(self) -> str:
-        return f"{self.time:7.2f} s  island {self.island}  {self.kind}, for {self.seconds:.1f} s ({self.other})"
-
-
-KINDS = ("kill", "kill", "kill", "kill a rank", "stop", "cut", "lighthouse", "full disk", "jump", "slow")
+        return f"{self.time:8.2f} s  island {self.island}  {self.kind}, for {self.seconds:.1f} s ({self.other})"
 
 
 class Plan(NamedTuple):
-    """What happens in a run. pace: each island's seconds a step. saves: steps from one checkpoint to the next, or 0."""
+    """What happens in a run.
+
+    seconds: of a round of `fn.every_seconds`; 0: they have `H` steps. pace: each island's seconds a step. saves: steps
+    from one checkpoint to the next; 0: there is none. unlike: whether islands say that they have other kernels.
+    """
 
     seed: int
     islands: int
@@ -56,40 +63,31 @@ class Plan(NamedTuple):
     @property
     def schedule(self) -> Schedule:
         """Return the schedule of an island, a new one."""
-        if self.seconds:
-            return fn.every_seconds(self.seconds)
-        return fn.every(H, fragments=self.fragments, delay=self.delay)
+        return fn.every_seconds(self.seconds) if self.seconds else fn.every(H, fragments=self.fragments, delay=self.delay)
 
     @property
     def make(self) -> Callable[..., Any]:
         """Return the method."""
-        parts = {"fragments": self.fragments} if self.fragments > 1 else {}
-        return partial(METHODS[self.method], **parts)
+        return partial(METHODS[self.method], **({"fragments": self.fragments} if self.fragments > 1 else {}))
 
     def __str__(self) -> str:
         schedule = f"each {self.seconds:.1f} s" if self.seconds else f"{self.fragments} fragments, delay {self.delay}"
-        more = [name for name in ("counts_tokens", "unlike") if getattr(self, name)] + ["saves"] * bool(self.saves)
+        more = [name for name in ("counts_tokens", "unlike", "saves") if getattr(self, name)]
         return ", ".join([f"{self.islands} islands of {self.ranks} ranks", self.method, schedule, *more])
 
 
 def drawn(seed: int) -> Plan:
     """Return the plan of a seed."""
     draw = random.Random(seed)
-    islands, ranks = draw.choice([2, 2, 3, 3, 4, 5]), 1 + seed % 2
-    method = draw.choice([*METHODS])
-    fragments = 2 if method.startswith("DiLoCo") and draw.random() < 0.4 else 1
+    islands, method, more = draw.choice([2, 2, 3, 3, 4, 5]), draw.choice([*METHODS]), draw.random()
+    fragments = 2 if method.startswith("DiLoCo") and more < 0.4 else 1
     delay = draw.choice([0, 0, 1] if fragments > 1 else [0, 0, 1, 2])
     seconds = draw.uniform(1.0, 3.0) if fragments == 1 and not delay and draw.random() < 0.4 else 0.0
     pace = tuple(draw.uniform(0.2, 0.6) for _ in range(islands))
-    kinds = ["kill", *(draw.choice(KINDS) for _ in range(draw.randint(2, 4)))]
     time, events = 6.0, list[Event]()
-    for kind in kinds:
+    for kind in ["kill", *(draw.choice(KINDS) for _ in range(draw.randint(2, 4)))]:
         time += draw.uniform(0.5, 8.0)
-        island = draw.randrange(islands)
-        events.append(
-            Event(time, kind, island, draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)]), draw.randrange(2))
-        )
-    more = draw.random() < 0.5, draw.random() < 0.25
-    return Plan(
-        seed, islands, ranks, method, fragments, delay, seconds, pace, *more, draw.choice([0, 4, 9]), tuple(events)
-    )
+        lasts = draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)])
+        events.append(Event(time, kind, draw.randrange(islands), lasts, draw.randrange(2)))
+    flags = draw.random() < 0.5, draw.random() < 0.25, draw.choice([0, 4, 9])
+    return Plan(seed, islands, 1 + seed % 2, method, fragments, delay, seconds, pace, *flags, tuple(events))

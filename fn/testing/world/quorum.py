@@ -7,11 +7,13 @@ Manager       one for each rank: what `fn.adapters.torchft.optimizer` is given
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
-from fn.testing.world.network import LIGHTHOUSE, Group, Network, Ring, Seat
+from fn.testing.world.network import LIGHTHOUSE, Group, Network, Ring
 from fn.testing.world.scheduler import Process
 
 HEARTBEAT, JOIN, TICK, RETRY = 3.0, 10.0, 0.25, 5.0
@@ -31,155 +33,123 @@ class Member(NamedTuple):
 
 
 class Quorum(NamedTuple):
-    """Who is in an exchange. number: as torchft counts them. serial: no two have the same."""
+    """Who is in an exchange. number: as torchft counts them. serial: no two have the same. time: when it is told."""
 
     number: int
     serial: int
+    time: float
     members: list[Member]
 
 
 class Lighthouse:
-    """torchft's lighthouse. least: islands of an exchange. heard: when an island's last heartbeat came."""
+    """torchft's lighthouse. heard: when an island's last heartbeat came. asked: since when an island asks."""
 
-    def __init__(self, network: Network, least: int):
-        self.network, self.world, self.least, self.serial = network, network.world, least, 0
-        self.down = 0.0
+    def __init__(self, network: Network):
+        self.network, self.world, self.down = network, network.world, 0.0
         self.heard, self.asked = dict[Server, float](), dict[Server, tuple[float, Member]]()
-        self.servers, self.before, self.number = list[Server](), list[Server](), 0
+        self.servers, self.before, self.number, self.serial = list[Server](), list[Server](), 0, 0
         self.world.at(TICK, self.look)
 
     def restart(self, seconds: float) -> None:
         """Forget everything, and answer nobody for some seconds."""
-        self.down, self.before, self.number = self.world.now + seconds, [], 0
-        waiting, self.asked, self.heard = [member for _, member in self.asked.values()], {}, {}
-        for member in waiting:
-            self.world.at(self.down + RETRY * self.world.draw.random(), lambda member=member: self.ask(member))
+        self.down, self.before, self.number, waiting = self.world.now + seconds, [], 0, [*self.asked.values()]
+        self.asked, self.heard = {}, {}
+        for _, member in waiting:
+            self.world.at(self.down + RETRY * self.world.draw.random(), partial(self.ask, member))
 
     def ask(self, member: Member) -> None:
         """Hear from an island that it asks for a quorum; it asks again while nobody answers."""
-        if not member.server.is_asking(member):
-            return
         server, now = member.server, self.world.now
-        if now < self.down or not server.reaches(LIGHTHOUSE):
-            self.world.at(now + RETRY, lambda: self.ask(member))
+        if not server.is_asking(member):
             return
-        self.heard[server] = now
-        self.asked[server] = now, member
+        if now < self.down or not server.reaches_lighthouse():
+            self.world.at(now + RETRY, partial(self.ask, member))
+            return
+        self.heard[server], self.asked[server] = now, (now, member)
         self.decide()
 
     def look(self) -> None:
         """Hear heartbeats, and decide."""
         if self.world.now >= self.down:
-            self.heard |= {server: self.world.now for server in self.servers if server.reaches(LIGHTHOUSE)}
+            self.heard |= {server: self.world.now for server in self.servers if server.reaches_lighthouse()}
             self.decide()
         self.world.at(self.world.now + TICK, self.look)
 
     def decide(self) -> None:
-        """Found a quorum, if there is one."""
-        healthy = [server for server, time in self.heard.items() if self.world.now - time < HEARTBEAT]
+        """Found a quorum, if there is one: as `quorum_compute` of torchft's lighthouse.rs, for one island or more."""
+        now = self.world.now
+        healthy = [server for server, time in self.heard.items() if now - time < HEARTBEAT]
         there = {server: asked for server, asked in self.asked.items() if server in healthy}
         if not (self.before and all(server in there for server in self.before)):
-            if len(there) < self.least or 2 * len(there) <= len(healthy):
+            if not there or 2 * len(there) <= len(healthy):
                 return
-            if len(there) < len(healthy) and self.world.now - min(time for time, _ in there.values()) < JOIN:
+            if len(there) < len(healthy) and now - min(time for time, _ in there.values()) < JOIN:
                 return
         members = sorted((member for _, member in there.values()), key=lambda member: member.server.name)
-        now = [member.server for member in members]
+        servers = [member.server for member in members]
         # A new process group for others, and where an exchange was dropped.
-        self.number += now != self.before or any(member.failures for member in members)
-        self.serial, self.before = self.serial + 1, now
-        self.asked = {server: (self.world.now, asked[1]) for server, asked in self.asked.items() if server not in now}
-        quorum = Quorum(self.number, self.serial, members)
+        self.number += servers != self.before or any(member.failures for member in members)
+        self.serial, self.before = self.serial + 1, servers
+        self.asked = {server: (now, asked[1]) for server, asked in self.asked.items() if server not in servers}
         for member in members:
-            member.server.hear(member, quorum, self.network.arrival(LIGHTHOUSE, member.server.island))
+            if member.server.is_asking(member):
+                time = self.network.arrival(LIGHTHOUSE, member.server.island)
+                member.server.answers.append(Quorum(self.number, self.serial, time, members))
 
 
 class Server:
-    """The part of torchft that an island's first rank hosts. name: sorts islands in a quorum, and is never used again."""
+    """The part of torchft that an island's first rank hosts. name: sorts islands, and is never used again."""
 
     def __init__(self, lighthouse: Lighthouse, processes: Sequence[Process]):
         self.lighthouse, self.world, self.processes = lighthouse, lighthouse.world, processes
-        self.island = processes[0].island
+        self.island, self.answers = processes[0].island, list[Quorum]()
         self.name = f"island_{self.island}:{self.world.draw.random()}"
-        self.rounds, self.answers = list[dict[int, Member]](), list[tuple[float, Quorum]]()
-        self.votes = list[dict[int, bool]]()
+        self.asked, self.votes = defaultdict[int, list[Member]](list), defaultdict[int, list[bool]](list)
         lighthouse.servers.append(self)
 
-    def reaches(self, other: int) -> bool:
+    def reaches_lighthouse(self) -> bool:
         """Return whether a message from here would leave, and arrive."""
         first, now = self.processes[0], self.world.now
-        return first.ended == inf and first.rests <= now and not self.lighthouse.network.is_cut(self.island, other, now)
+        return first.ended == inf and first.rests <= now >= self.lighthouse.network.whole(self.island, LIGHTHOUSE, now)
 
     def is_asking(self, member: Member) -> bool:
         """Return whether a question is not answered yet."""
-        return (
-            self.processes[0].ended == inf
-            and len(self.answers) < len(self.rounds)
-            and member in self.rounds[-1].values()
-        )
+        return self.processes[0].ended == inf and member in self.asked[len(self.answers)]
 
-    def hear(self, member: Member, quorum: Quorum, time: float) -> None:
-        """Hear from the lighthouse."""
-        if self.is_asking(member):
-            self.answers.append((time, quorum))
-
-    def quorum(self, rank: int, number: int, step: int, failures: int) -> Quorum:
+    def quorum(self, number: int, member: Member) -> Quorum:
         """Return the quorum of a number once all ranks have asked for it."""
-        self.rounds += [{}] * (number >= len(self.rounds))
-        self.rounds[number] = {**self.rounds[number], rank: (member := Member(self, step, failures))}
-        if len(self.rounds[number]) == len(self.processes):
+        self.asked[number].append(member)
+        if len(self.asked[number]) == len(self.processes):
             arrival = self.lighthouse.network.arrival(self.island, LIGHTHOUSE)
-            self.world.at(arrival, lambda: self.lighthouse.ask(member))
-        if not self.world.pause(
-            lambda: self.answers[number][0] if number < len(self.answers) else inf, LONGEST, "a quorum"
-        ):
+            self.world.at(arrival, partial(self.lighthouse.ask, member))
+        there = lambda: self.answers[number].time if number < len(self.answers) else inf  # noqa: E731
+        if not self.world.pause(there, "a quorum", LONGEST):
             raise TimeoutError("no quorum was found")
-        return self.answers[number][1]
+        return self.answers[number]
 
-    def vote(self, rank: int, number: int, yes: bool) -> bool:
+    def vote(self, number: int, yes: bool) -> bool:
         """Return whether all ranks say yes."""
-        self.votes += [{}] * (number >= len(self.votes))
-        self.votes[number] = votes = {**self.votes[number], rank: yes}
-        complete = lambda: len(self.votes[number]) == len(self.processes)  # noqa: E731
-        if len(votes) < len(self.processes) and not self.world.pause(
-            lambda: 0.0 if complete() else inf, 2 * PATIENCE, "votes"
-        ):
+        votes = self.votes[number]
+        votes.append(yes)
+        if not self.world.wait_for(lambda: len(votes) == len(self.processes), "votes", 2 * PATIENCE):
             raise TimeoutError("a rank of this island did not vote")
-        return all(self.votes[number].values())
-
-
-class Meeting(NamedTuple):
-    """Where the islands of a quorum open their connections. came: rank -> process."""
-
-    came: dict[int, Process]
-    rings: list[Ring]
-
-
-class Told(NamedTuple):
-    """An exchange: when its quorum was there, when it was voted on, of how many islands, whether it was written."""
-
-    found: float
-    ended: float
-    count: int
-    written: bool
-    serial: int
+        return all(votes)
 
 
 class Manager:
     """torchft's Manager as the adapter knows it.
 
-    quorum: the present one. told: of each exchange that was voted on.
+    told: of each exchange: when its quorum was there, when it was voted on, of how many islands, whether it was
+    written, and its serial number. meetings: where the islands of a quorum open their connections.
     """
 
-    def __init__(self, server: Server, process: Process, meetings: dict[Any, Meeting]):
+    def __init__(self, server: Server, process: Process, meetings: dict[Any, dict[int, Process] | Ring]):
         self.server, self.process, self.meetings, self.world = server, process, meetings, server.world
-        self.pg, self.step, self.failures, self.number = Group(), 0, 0, -1
+        self.group, self.step, self.failures, self.number, self.asked, self.rank = Group(), 0, 0, -1, 0, 0
         self.error: Exception | None = None
-        self.asked = self.voted = 0
         self.quorum: Quorum | None = None
-        self.rank: int | None = None
-        self.heals = list[Callable[[Any], None]]()
-        self.found, self.told = 0.0, list[Told]()
+        self.heals, self.found = list[Callable[[Any], None]](), 0.0
+        self.told = list[tuple[float, float, int, bool, int]]()
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], save: Callable[[], Any]) -> None:
         """Register what is called where others wrote an exchange which this island did not."""
@@ -187,25 +157,24 @@ class Manager:
 
     def start_quorum(self) -> None:
         """Find the islands of the next exchange, and meet them."""
-        self.error = None
+        self.error, place = None, self.process.rank
         self.asked += 1
-        self.quorum = quorum = self.server.quorum(self.process.rank, self.asked - 1, self.step, self.failures)
-        self.found = self.world.now
-        members, place = quorum.members, self.process.rank
-        self.rank = next(i for i, member in enumerate(members) if member.server is self.server)
+        self.quorum = self.server.quorum(self.asked - 1, Member(self.server, self.step, self.failures))
+        self.found, (number, _, _, members) = self.world.now, self.quorum
+        self.rank = [member.server for member in members].index(self.server)
         latest = max(member.step for member in members)
-        first = [i for i, member in enumerate(members) if member.step == latest]
-        if quorum.number != self.number:
-            self.number = quorum.number
-            self.pg.abort()
+        first = [member.server for member in members if member.step == latest]
+        if number != self.number:
+            self.number = number
+            self.group.abort()
             try:
-                self.meet((members[first[place % len(first)]].server, quorum.number, place), len(members))
+                self.meet((first[place % len(first)], self.server.lighthouse.down, number, place), len(members))
             except RuntimeError as error:
                 self.report_error(error)
                 return
         behind = [i for i, member in enumerate(members) if member.step != latest]
         if self.rank in behind:
-            source = members[first[(behind.index(self.rank) + place) % len(first)]].server
+            source = first[(behind.index(self.rank) + place) % len(first)]
             if source.processes[place].ended < inf:
                 self.report_error(RuntimeError("the island that was to send its step is lost"))
                 return
@@ -215,18 +184,16 @@ class Manager:
 
     def meet(self, key: Any, size: int) -> None:
         """Open connections to the same rank of all islands. Raises: RuntimeError if they do not come."""
-        meeting = self.meetings.get(key)
-        if meeting is None or meeting.rings:  # one of before: a lighthouse that was started again counts from 1
-            meeting = self.meetings[key] = Meeting({}, [])
-        assert self.rank is not None
-        meeting.came[self.rank] = self.process
-        network = self.server.lighthouse.network
-        arrival = max(network.arrival(self.process.island, other.island) for other in meeting.came.values())
-        if len(meeting.came) == size:
-            meeting.rings.append(Ring(network, [meeting.came[r] for r in range(size)]))
-        if not self.world.pause(lambda: arrival if meeting.rings else inf, MEETING, "the islands of a quorum"):
+        network, came = self.server.lighthouse.network, self.meetings.setdefault(key, {})
+        assert isinstance(came, dict)
+        came[self.rank] = self.process
+        arrival = max(network.arrival(self.process.island, other.island) for other in came.values())
+        if len(came) == size:
+            self.meetings[key] = Ring(network, [came[r] for r in range(size)], PATIENCE)
+        there = lambda: arrival if isinstance(self.meetings[key], Ring) else inf  # noqa: E731
+        if not self.world.pause(there, "the islands of a quorum", MEETING):
             raise RuntimeError("Timed out meeting the islands of a quorum")
-        self.pg.seat = Seat(meeting.rings[0], self.rank, PATIENCE)
+        self.group.ring, self.group.rank = self.meetings[key], self.rank  # type: ignore[assignment]
 
     def errored(self) -> Exception | None:
         """Return what went wrong since the last quorum."""
@@ -238,13 +205,13 @@ class Manager:
 
     def is_participating(self) -> bool:
         """Return whether this island is in the quorum."""
-        return self.rank is not None
+        return self.quorum is not None
 
     def num_participants(self) -> int:
         """Return how many islands are in the quorum."""
         return len(self.quorum.members) if self.quorum is not None else 0
 
-    def participating_rank(self) -> int | None:
+    def participating_rank(self) -> int:
         """Return the number of this island in the quorum."""
         return self.rank
 
@@ -254,10 +221,8 @@ class Manager:
 
     def should_commit(self) -> bool:
         """Return whether all ranks of this island say that the exchange has come."""
-        self.voted += 1
-        written = self.server.vote(self.process.rank, self.voted - 1, self.error is None)
-        self.step += written
-        self.failures = 0 if written else self.failures + 1
+        written = self.server.vote(len(self.told), self.error is None)
+        self.step, self.failures = self.step + written, 0 if written else self.failures + 1
         assert self.quorum is not None
-        self.told.append(Told(self.found, self.world.now, len(self.quorum.members), written, self.quorum.serial))
+        self.told.append((self.found, self.world.now, len(self.quorum.members), written, self.quorum.serial))
         return written

@@ -12,6 +12,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -36,7 +37,6 @@ class Process:
 
     island: int
     rank: int
-    life: int
     born: float
     ended: float = inf
     rests: float = 0.0
@@ -51,7 +51,6 @@ class Task:
     """A thread of a process. until: the first time at which it can go on, as far as is known. limit: the last one."""
 
     process: Process
-    run: Callable[[], None]
     until: Callable[[], float] = lambda: 0.0
     limit: float = inf
     what: str = "its start"
@@ -66,21 +65,21 @@ class Scheduler:
     """Threads and time. now: seconds. story: (time, who, what). failure: what was found wrong."""
 
     def __init__(self, seed: int):
-        self.draw = random.Random(seed)
-        self.now, self.story, self.failure = 0.0, list[tuple[float, str, str]](), ""
-        self.tasks, self.events, self.order = (
-            list[Task](),
-            list[tuple[float, int, Callable[[], None]]](),
-            itertools.count(),
-        )
+        self.draw, self.order, self.left = random.Random(seed), itertools.count(), threading.Semaphore(0)
+        self.now, self.failure, self.is_over = 0.0, "", False
+        self.story, self.tasks = list[tuple[float, str, str]](), list[Task]()
+        self.events = list[tuple[float, int, Callable[[], None]]]()
         self.here: Task | None = None
-        self.is_over, self.left = False, threading.Semaphore(0)
+
+    def ended(self, process: Process, error: BaseException) -> None:
+        """Hear that a thread has raised an error, with which its process ends."""
+        raise NotImplementedError
 
     @property
-    def process(self) -> Process:
-        """Return the process of the thread that runs."""
+    def task(self) -> Task:
+        """Return the thread that runs."""
         assert self.here is not None
-        return self.here.process
+        return self.here
 
     def tell(self, who: object, what: str) -> None:
         """Add a line to the story."""
@@ -90,31 +89,29 @@ class Scheduler:
         """Let something happen at a time; it may not wait."""
         heapq.heappush(self.events, (time, next(self.order), event))
 
-    def start(self, process: Process, run: Callable[[], None], ends: Callable[[Process, BaseException], None]) -> None:
-        """Let a thread of a process begin. Args: ends: what is told of an exception, behind which the process ends."""
-        task = Task(process, run)
+    def start(self, process: Process, run: Callable[[], None]) -> None:
+        """Let a thread of a process begin."""
+        task = Task(process)
 
         def body() -> None:
             task.turn.acquire()
             pace.host.seconds = lambda: self.now + process.ahead
             torch.set_grad_enabled(False)  # of this thread
             try:
-                if process.ended == inf:
-                    run()
+                run() if process.ended == inf else None
             except Killed:
                 pass
             except BaseException as error:
-                ends(process, error)
+                self.ended(process, error)
             self.tasks.remove(task)
             self.pass_on()
 
         self.tasks.append(task)
         threading.Thread(target=body, daemon=True).start()
 
-    def pause(self, until: Callable[[], float], limit: float = inf, what: str = "") -> bool:
+    def pause(self, until: Callable[[], float], what: str, limit: float = inf) -> bool:
         """Let others run until a time, which may not be known yet, at most for some seconds; return whether it came."""
-        me = self.here
-        assert me is not None
+        me = self.task
         if me.process.ended == inf:
             me.until, me.limit, me.what = until, self.now + limit, what
             self.pass_on(me)
@@ -122,10 +119,14 @@ class Scheduler:
             raise Killed
         return until() <= self.now
 
+    def wait_for(self, there: Callable[[], Any], what: str, limit: float = inf) -> bool:
+        """Let others run until something is there; return whether it is."""
+        return self.pause(lambda: 0.0 if there() else inf, what, limit)
+
     def sleep(self, seconds: float) -> None:
         """Let some seconds pass."""
         end = self.now + seconds
-        self.pause(lambda: end, what="time to pass")
+        self.pause(lambda: end, "time to pass")
 
     def pass_on(self, me: Task | None = None) -> None:
         """Let the next thread run; come back when it is the turn of `me`."""
@@ -138,13 +139,11 @@ class Scheduler:
                 event()
             elif first < inf:
                 break
-            elif not self.tasks:
+            elif self.tasks:
+                self.end("nobody can go on: " + "; ".join(f"{t.process} waits for {t.what}" for t in self.tasks))
+            else:
                 self.left.release()
                 return
-            else:
-                self.end(
-                    "nothing can happen any more: " + "; ".join(f"{t.process} waits for {t.what}" for t in self.tasks)
-                )
         self.now = max(self.now, first)
         ready = [task for task, time in zip(self.tasks, times, strict=True) if time <= self.now]
         self.here = ready[0] if len(ready) == 1 else self.draw.choice(ready)
@@ -155,8 +154,7 @@ class Scheduler:
 
     def end(self, failure: str = "") -> None:
         """End the run. Args: failure: what is wrong; the first one counts."""
-        self.failure = self.failure or failure
-        self.is_over = True
+        self.failure, self.is_over = self.failure or failure, True
         for task in self.tasks:
             task.process.ended = min(task.process.ended, self.now)
 
@@ -169,38 +167,32 @@ class Scheduler:
 class Background:
     """`fn.collectives.background.Background` on a thread of the scheduler's: what a mean travels on."""
 
-    def __init__(self, world: Scheduler, process: Process, ends: Callable[[Process, BaseException], None]):
-        self.world, self.jobs = world, deque[Callable[[], None]]()
-        self.begun = False
-        self.process, self.ends = process, ends
+    def __init__(self, world: Scheduler, process: Process):
+        self.world, self.process = world, process
+        self.jobs: deque[Any] | None = None
 
     def begin(self, binding: Binding, device: torch.device, job: Callable[[], Any]) -> Callable[[], Any]:
         """Begin a job; return what waits for it and returns its result."""
-        bound, agreed, found = current_binding(), is_agreed(), list[tuple[float, Any, Exception | None]]()
-
-        def run() -> None:
-            try:
-                with bound, agreed_row(agreed):
-                    result, error = job(), None
-            except Exception as raised:
-                result, error = None, raised
-            found.append((self.world.now, result, error))
+        done: Future[Any] = Future()
+        if self.jobs is None:
+            self.jobs = deque()
+            self.world.start(self.process, self.work)
+        self.jobs.append((current_binding(), is_agreed(), job, done))
 
         def wait() -> Any:
-            self.world.pause(lambda: found[0][0] if found else inf, what="a mean on its way")
-            _, result, error = found[0]
-            if error is not None:
-                raise error
-            return result
+            self.world.wait_for(done.done, "a mean on its way")
+            return done.result()
 
-        self.jobs.append(run)
-        if not self.begun:
-            self.begun = True
-            self.world.start(self.process, self.work, self.ends)
         return wait
 
     def work(self) -> None:
         """Do one job after the other."""
+        assert self.jobs is not None
         while True:
-            self.world.pause(lambda: 0.0 if self.jobs else inf, what="a mean to send")
-            self.jobs.popleft()()
+            self.world.wait_for(lambda: self.jobs, "a mean to send")
+            bound, agreed, job, done = self.jobs.popleft()
+            try:
+                with bound, agreed_row(agreed):
+                    done.set_result(job())
+            except Exception as error:
+                done.set_exception(error)
