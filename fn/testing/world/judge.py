@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,23 +23,20 @@ FIRST = 5.0
 """Seconds of the first exchange of a process, which loads kernels."""
 
 
-@dataclass(eq=False)
-class Entry:
+class Entry(NamedTuple):
     """What a rank gives into an exchange.
 
-    apart: anchor - params. sent: that times its weight. owed: its errors before, as the judge knows them. left: those
-    behind it. steps: since its last exchange. may_rest: whether its difference need not count.
+    apart: anchor - params, of so many steps since its last exchange. may_rest: whether that need not count. owed: its
+    errors before, as the judge knows them. sent: the difference times its weight. after: the mean, and its errors then.
     """
 
     fragment: int
     apart: Tensor
     steps: int
-    factor: float
     may_rest: bool
     owed: Tensor
     sent: Tensor
-    left: Tensor | None = None
-    mean: Tensor | None = None
+    after: list[Tensor]
 
     @property
     def speaks(self) -> bool:
@@ -49,7 +45,10 @@ class Entry:
 
 
 class Books:
-    """What the judge knows of a rank. owed: its errors, by fragment. steps: that no exchange has taken."""
+    """What the judge knows of a rank.
+
+    owed: its errors, by fragment. steps: that no exchange has taken. synced: when it wrote an exchange of all islands.
+    """
 
     def __init__(self, process: Process, manager: Manager, opt: Any, factor: float):
         self.process, self.manager, self.opt, self.factor = process, manager, opt, factor
@@ -57,11 +56,10 @@ class Books:
         self.params, anchor = tree.leaves(opt.units[0].params), roles.find(state, "copies")[0]
         self.agreed = tree.leaves([anchor, tree.fields(state, "outer")])  # which stay in their memory
         self.owed, self.begun = dict[int, Tensor](), dict[int, tuple[Tensor, int]]()
-        self.steps = self.uncounted = self.looked = 0
-        self.serial, self.entry, self.here, self.healed = -1, None, bits(self.agreed), False
+        self.steps, self.uncounted, self.looked, self.synced = 0, 0, 0, -inf
+        self.serial, self.here, self.healed = -1, bits(self.agreed), False
+        self.entry: Entry | None = None
         opt.register_step_pre_hook(self.count)  # behind the adapter's, which may heal
-
-    entry: Entry | None
 
     def count(self, *_: Any) -> None:
         """Note that a local step is taken now."""
@@ -101,7 +99,7 @@ class Judge:
     def watched(self, make: Callable[..., Transform], **given: Any) -> Transform:
         """Return a method whose exchanges are noted, and of which the first one of a process takes long."""
         tx = make(**given)
-        assert (exchange := tx.exchange) is not None
+        exchange: Any = tx.exchange
 
         def part(number: int, of: Any) -> list[Tensor]:
             return tree.leaves(of)[number :: self.plan.fragments]
@@ -124,35 +122,31 @@ class Judge:
             (apart, steps), sent = books.begun[number], flat(part(number, roles.find(state, "difference")[0]))
             may_rest = not books.opt.joined or books.opt.now == Round()
             owed = books.owed.get(number, torch.zeros_like(apart))
-            books.entry = entry = Entry(number, apart, steps, books.factor, may_rest, owed, sent)
-            books.serial = books.manager.quorum.serial if books.manager.quorum else -1
+            books.entry = entry = Entry(number, apart, steps, may_rest, owed, sent, [])
+            books.serial = books.manager.present.serial
             self.entries[books.serial, process.rank][process] = entry
             params, after = exchange.mean(number, state, params)
-            entry.left = self.errors(after, number, len(apart))
-            entry.mean = flat(part(number, roles.find(after, "difference")[0]))
+            entry.after[:] = flat(part(number, roles.find(after, "difference")[0])), self.errors(after, number, apart)
             return params, after
 
         return tx._replace(exchange=exchange._replace(difference=difference, mean=mean))
 
-    def errors(self, state: Any, number: int, size: int) -> Tensor:
-        """Return the residual errors of a fragment."""
-        found = tree.leaves(roles.find(state, "errors"))
-        return (
-            flat(found[number : number + 1])[:size] if found else torch.zeros(size, dtype=torch.float64, device="cpu")
-        )
+    def errors(self, state: Any, number: int, like: Tensor) -> Tensor:
+        """Return the residual errors of a fragment, a vector like another one."""
+        found = tree.leaves(roles.find(state, "errors"))[number : number + 1]
+        return flat(found)[: len(like)] if found else torch.zeros_like(like)
 
     def loaded(self, books: Books, *, is_copy: bool) -> None:
         """Note that a rank has become a copy of another island, or goes on from a checkpoint."""
-        process, state = books.process, books.opt.units[0].state
-        books.steps, books.healed, books.owed = 0, is_copy, {}
-        for f in range(0 if is_copy else self.plan.fragments):
-            size = sum(p.numel() for p in books.params[f :: self.plan.fragments])
-            books.owed[f] = self.errors(state, f, size)
+        process, state, parts = books.process, books.opt.units[0].state, self.plan.fragments
+        books.steps, books.healed = 0, is_copy
+        owed = {f: self.errors(state, f, flat(books.params[f::parts])) for f in range(parts)}
+        books.owed = {} if is_copy else owed
         if is_copy:
             self.heals += process.rank == 0
             self.world.tell(process, "becomes a copy of another island")
             is_unsure = any(p.island == process.island and p.born == process.born for p in self.unsure)
-            lost = books.opt.joined and not (self.is_touched(process) or is_unsure)
+            lost = self.touched[process.island] <= books.synced and not is_unsure
             self.check(not lost, f"{process} loses its work, although nothing has happened to it")
 
     def is_touched(self, process: Process) -> bool:
@@ -168,6 +162,7 @@ class Judge:
             quick = written and not any(a < ended + 1 and since - 1 < b for a, b in self.disturbed)
             self.check(ended - since <= (QUICK if quick else SLOW), f"{process}: {ended - since:.1f} s in an exchange")
             self.check(found - began <= LONG, f"{process} waited {found - began:.1f} s for a quorum")
+            books.synced = ended if written and count == self.plan.islands else books.synced
             self.world.tell(process, f"{what} an exchange of {count} islands, number {manager.step}")
         whole = not opt.refused and all(bool(p.isfinite().all()) for p in books.params)
         self.check(whole, f"{process} has half a step, or numbers that are not finite: {opt.refused}")
@@ -192,18 +187,17 @@ class Judge:
     def settle(self, books: Books, mine: Entry) -> None:
         """Add up an exchange that a rank has written: what was sent, what is left, what has entered."""
         of_all, what = self.entries[books.serial, books.process.rank], f"exchange {books.manager.step}"
-        entries, size = list(of_all.values()), len(books.manager.quorum.members) if books.manager.quorum else 0
-        if books.serial not in self.exchanges and len(entries) == size and all(e.left is not None for e in entries):
-            due = sum(e.sent + e.owed - e.left for e in entries)
-            apart, scale = due - size * mine.mean, sum(float((e.sent.abs() + e.owed.abs()).max()) for e in entries)
-            lost = float(apart.abs().max())
+        entries, size = list(of_all.values()), books.manager.num_participants()
+        if books.serial not in self.exchanges and len(entries) == size and all(e.after for e in entries):
+            apart = torch.stack([e.sent + e.owed - e.after[1] for e in entries]).sum(0) - size * mine.after[0]
+            lost, scale = float(apart.abs().max()), sum(float((e.sent.abs() + e.owed.abs()).max()) for e in entries)
             self.check(lost <= 1e-4 * scale + 1e-6, f"{what}: {lost:.2g} of what was sent is lost or counts twice")
-            total = sum(e.steps * e.factor for e in entries if e.speaks)
-            for e in entries:
+            units = [e.steps * self.books[process].factor * e.speaks for process, e in of_all.items()]
+            for e, of in zip(entries, units, strict=True):
                 self.check(e.speaks or e.may_rest, f"{what}: an island was there, and its difference did not count")
                 if e.speaks and e.apart.any():
-                    weight, due = float(e.sent @ e.apart / (e.apart @ e.apart)), size * e.steps * e.factor / total
+                    weight, due = float(e.sent @ e.apart / (e.apart @ e.apart)), size * of / sum(units)
                     text = f"{what}: the difference of {e.steps} steps counts {weight:.3f} times, and not {due:.3f}"
                     self.check(abs(weight - due) < 1e-3, text)
         self.exchanges.add(books.serial)
-        books.steps, books.owed[mine.fragment] = books.steps - mine.steps * mine.speaks, mine.left
+        books.steps, books.owed[mine.fragment] = books.steps - mine.steps * mine.speaks, mine.after[1]

@@ -6,7 +6,7 @@ process that has ended, or that has left the group, hears of it; of one that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -136,15 +136,10 @@ class Group:
 def within(ring: Ring, rank: int) -> Transport:
     """Return the transport among the ranks of an island."""
 
-    def send(kind: str) -> Callable[[Tensor], Tensor]:
-        def run(x: Tensor) -> Tensor:
-            try:
-                return torch.stack(
-                    ring.exchange(rank, kind, list(x) if kind == "all_to_all" else [x] * len(ring.members))
-                )
-            except RuntimeError as error:
-                raise PeerLost(f"a rank of this island is lost: {error}") from error
+    def gather(x: Tensor) -> Tensor:
+        try:
+            return torch.stack(ring.exchange(rank, "all_gather", [x] * len(ring.members)))
+        except RuntimeError as error:
+            raise PeerLost(f"a rank of this island is lost: {error}") from error
 
-        return run
-
-    return Transport(send("all_to_all"), send("all_gather"), lambda x: send("psum")(x).sum(0))
+    return Transport(lambda x: gather(x)[:, rank], gather, lambda x: gather(x).sum(0))

@@ -19,12 +19,12 @@ METHODS: dict[str, Callable[..., Any]] = {
     "DiLoCo in signs": partial(fn.diloco, weight_decay=0.0, codec=fn.sign(), servers=False),
     "local SGD in 4 bits": partial(fn.local_sgd, codec=fn.int4(), servers=False),
 }
-RATES, LARGEST = {"local SGD in 4 bits": 0.3}, 0.9
+RATES, LARGEST = {"local SGD in 4 bits": 0.3, "DiLoCo in signs": 0.1}, 0.9
 """Learning rates other than 0.2, and the largest loss in the end. It is 2 at the start."""
 
 KINDS = ("kill", "kill", "kill", "kill a rank", "stop", "cut", "lighthouse", "full disk", "jump", "slow")
-LASTING = ("stop", "cut", "lighthouse", "slow")
-"""Faults that last, and may cost any island its work: who is left out meanwhile is behind."""
+LASTING = ("full disk", "stop", "cut", "lighthouse", "slow")
+"""Faults that last. All but the first may cost any island its work: who is left out meanwhile is behind."""
 
 
 class Event(NamedTuple):
@@ -63,7 +63,9 @@ class Plan(NamedTuple):
     @property
     def schedule(self) -> Schedule:
         """Return the schedule of an island, a new one."""
-        return fn.every_seconds(self.seconds) if self.seconds else fn.every(H, fragments=self.fragments, delay=self.delay)
+        return (
+            fn.every_seconds(self.seconds) if self.seconds else fn.every(H, fragments=self.fragments, delay=self.delay)
+        )
 
     @property
     def make(self) -> Callable[..., Any]:

@@ -139,7 +139,7 @@ class Server:
 class Manager:
     """torchft's Manager as the adapter knows it.
 
-    told: of each exchange: when its quorum was there, when it was voted on, of how many islands, whether it was
+    present: the quorum. told: of each exchange: when its quorum was there, when it was voted on, of how many islands, whether it was
     written, and its serial number. meetings: where the islands of a quorum open their connections.
     """
 
@@ -147,7 +147,7 @@ class Manager:
         self.server, self.process, self.meetings, self.world = server, process, meetings, server.world
         self.group, self.step, self.failures, self.number, self.asked, self.rank = Group(), 0, 0, -1, 0, 0
         self.error: Exception | None = None
-        self.quorum: Quorum | None = None
+        self.present = Quorum(-1, -1, 0.0, [])
         self.heals, self.found = list[Callable[[Any], None]](), 0.0
         self.told = list[tuple[float, float, int, bool, int]]()
 
@@ -159,8 +159,8 @@ class Manager:
         """Find the islands of the next exchange, and meet them."""
         self.error, place = None, self.process.rank
         self.asked += 1
-        self.quorum = self.server.quorum(self.asked - 1, Member(self.server, self.step, self.failures))
-        self.found, (number, _, _, members) = self.world.now, self.quorum
+        self.present = self.server.quorum(self.asked - 1, Member(self.server, self.step, self.failures))
+        self.found, (number, _, _, members) = self.world.now, self.present
         self.rank = [member.server for member in members].index(self.server)
         latest = max(member.step for member in members)
         first = [member.server for member in members if member.step == latest]
@@ -205,11 +205,11 @@ class Manager:
 
     def is_participating(self) -> bool:
         """Return whether this island is in the quorum."""
-        return self.quorum is not None
+        return self.num_participants() > 0
 
     def num_participants(self) -> int:
         """Return how many islands are in the quorum."""
-        return len(self.quorum.members) if self.quorum is not None else 0
+        return len(self.present.members)
 
     def participating_rank(self) -> int:
         """Return the number of this island in the quorum."""
@@ -223,6 +223,5 @@ class Manager:
         """Return whether all ranks of this island say that the exchange has come."""
         written = self.server.vote(len(self.told), self.error is None)
         self.step, self.failures = self.step + written, 0 if written else self.failures + 1
-        assert self.quorum is not None
-        self.told.append((self.found, self.world.now, len(self.quorum.members), written, self.quorum.serial))
+        self.told.append((self.found, self.world.now, self.num_participants(), written, self.present.serial))
         return written

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -98,9 +99,8 @@ class Scheduler:
             pace.host.seconds = lambda: self.now + process.ahead
             torch.set_grad_enabled(False)  # of this thread
             try:
-                run() if process.ended == inf else None
-            except Killed:
-                pass
+                with suppress(Killed):
+                    run() if process.ended == inf else None
             except BaseException as error:
                 self.ended(process, error)
             self.tasks.remove(task)
@@ -168,28 +168,18 @@ class Background:
     """`fn.collectives.background.Background` on a thread of the scheduler's: what a mean travels on."""
 
     def __init__(self, world: Scheduler, process: Process):
-        self.world, self.process = world, process
-        self.jobs: deque[Any] | None = None
+        self.world, self.jobs = world, deque[Any]()
+        world.start(process, self.work)
 
     def begin(self, binding: Binding, device: torch.device, job: Callable[[], Any]) -> Callable[[], Any]:
         """Begin a job; return what waits for it and returns its result."""
         done: Future[Any] = Future()
-        if self.jobs is None:
-            self.jobs = deque()
-            self.world.start(self.process, self.work)
         self.jobs.append((current_binding(), is_agreed(), job, done))
-
-        def wait() -> Any:
-            self.world.wait_for(done.done, "a mean on its way")
-            return done.result()
-
-        return wait
+        return lambda: self.world.wait_for(done.done, "a mean on its way") and done.result()
 
     def work(self) -> None:
         """Do one job after the other."""
-        assert self.jobs is not None
-        while True:
-            self.world.wait_for(lambda: self.jobs, "a mean to send")
+        while self.world.wait_for(lambda: self.jobs, "a mean to send"):
             bound, agreed, job, done = self.jobs.popleft()
             try:
                 with bound, agreed_row(agreed):

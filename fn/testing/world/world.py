@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import defaultdict
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -68,8 +69,8 @@ class World(Scheduler):
         self.plan, self.network, self.islands = plan, Network(self), dict[int, list[Process]]()
         self.lighthouse, self.judge = Lighthouse(self.network), Judge(self, plan, self.network.unsure)
         self.meetings, self.saved = dict[Any, Any](), dict[tuple[int, int], dict[str, Tensor]]()
-        self.slow, self.full_disk, self.together = dict[int, float](), dict[int, float](), set[int]()
-        self.quiet, self.happened, self.loss = 0.0, 0, inf
+        self.slow, self.full_disk = defaultdict[int, float](float), defaultdict[int, float](float)
+        self.quiet, self.happened, self.loss, self.together = 0.0, 0, inf, set[int]()
         for island in range(plan.islands):
             self.launch(island)
         for event in plan.events:
@@ -101,7 +102,7 @@ class World(Scheduler):
             tokens=tokens if plan.counts_tokens else None, late=(6.0, 2.0, 10.0), lr=RATES.get(plan.method, 0.2),
         )  # fmt: skip
         books = self.judge.books[process] = Books(process, manager, opt, factor)
-        opt.background, opt.row = Background(self, process), f"row {island * plan.unlike % 2}"
+        opt.row, opt.background = f"row {island * plan.unlike % 2}", plan.delay and Background(self, process)
         try:
             if (island, rank) in self.saved:
                 opt.load_state_dict(self.saved[island, rank])
@@ -110,8 +111,8 @@ class World(Scheduler):
                 books.steps = 0 if plan.counts_tokens else opt.steps - opt.sent
             opt.register_load_state_dict_post_hook(lambda _: self.judge.loaded(books, is_copy=True))
             while True:
-                slowed = 5.0 if self.slow.get(island, 0.0) > self.now else 1.0
-                self.sleep(slowed * plan.pace[island] * (0.9 + 0.2 * self.draw.random()))
+                slowed = 5.0 if self.slow[island] > self.now else 1.0
+                self.sleep(slowed * plan.pace[island] * self.draw.uniform(0.9, 1.1))
                 self.gradients(params, opt.steps, rank, ring)
                 began = self.now
                 opt.step()
@@ -125,19 +126,16 @@ class World(Scheduler):
     def gradients(self, params: list[nn.Parameter], step: int, rank: int, ring: Ring) -> None:
         """Set the gradients of a quadratic, with noise, in the mean over the ranks of the island."""
         number = ((self.plan.seed * 7919 + step) * 11 + ring.members[0].island) * 2 + rank
-        draw, flat_params = (
-            torch.Generator("cpu").manual_seed(number),
-            torch.cat([p.detach().reshape(-1) for p in params]),
-        )
-        noise = torch.randn(flat_params.shape, generator=draw, dtype=torch.float32, device="cpu")
-        g = within(ring, rank).all_gather(flat_params - 1.0 + 0.3 * noise).mean(0)  # (n,) -> (W, n) -> (n,)
+        draw, here = torch.Generator("cpu").manual_seed(number), torch.cat([p.detach().reshape(-1) for p in params])
+        noise = torch.randn(here.shape, generator=draw, dtype=torch.float32, device="cpu")
+        g = within(ring, rank).all_gather(here - 1.0 + 0.3 * noise).mean(0)  # (n,) -> (W, n) -> (n,)
         for p, part in zip(params, g.split([p.numel() for p in params]), strict=True):
             p.grad = part.view(p.shape)
 
     def save(self, opt: Any, process: Process) -> None:
         """Save now and then; a full disk ends the process."""
         if self.plan.saves and opt.steps % self.plan.saves == 0:
-            if self.full_disk.get(process.island, 0.0) > self.now:
+            if self.full_disk[process.island] > self.now:
                 raise OSError("No space left on device")
             self.saved[process.island, process.rank] = {k: x.clone() for k, x in opt.state_dict().items()}
 
@@ -154,19 +152,18 @@ class World(Scheduler):
             self.end(f"not all islands are together after {LAST:.0f} s")
 
     def ended(self, process: Process, error: BaseException) -> None:
-        """Hear that a process has ended by an exception; what started it starts its island again."""
-        process.ended = self.now
+        """Hear that a process has ended by an exception."""
         self.tell(process, f"ends by {type(error).__name__}: {error}")
         if not isinstance(error, PeerLost | TimeoutError | OSError) or not self.judge.is_touched(process):
             self.end(f"{process} ends by " + "".join(traceback.format_exception(error)))
-        self.lose(self.islands[process.island])
+        self.lose(self.islands[process.island], [process])
 
-    def lose(self, processes: list[Process]) -> None:
-        """End an island one of whose ranks has ended, and start it again."""
-        island, now = processes[0].island, self.now
+    def lose(self, processes: list[Process], lost: list[Process]) -> None:
+        """End ranks of an island: what started it ends the others, and starts it again."""
+        island = processes[0].island
 
-        def end() -> None:
-            for process in processes:
+        def end(which: list[Process]) -> None:
+            for process in which:
                 process.ended = min(process.ended, self.now)
 
         def again() -> None:
@@ -174,12 +171,13 @@ class World(Scheduler):
                 self.tell(f"island {island}", "is started again")
                 self.launch(island)
 
-        self.judge.touched[island] = max(self.judge.touched[island], now + 0.01)
-        self.judge.disturbed.append((now, now + 2.0))
-        self.quiet = max(self.quiet, now + 6.0)
+        end(lost)
+        self.judge.touched[island] = max(self.judge.touched[island], self.now + 0.01)
+        self.judge.disturbed.append((self.now, self.now + 2.0))
+        self.quiet = max(self.quiet, self.now + 6.0)
         self.together.discard(island)
-        self.at(now + self.draw.uniform(0.05, 1.0), end)
-        self.at(now + self.draw.uniform(1.5, 6.0), again)
+        self.at(self.now + self.draw.uniform(0.05, 1.0), partial(end, processes))
+        self.at(self.now + self.draw.uniform(1.5, 6.0), again)
 
     def happen(self, event: Event) -> None:
         """Let a fault happen; later, if its island is lost now."""
@@ -191,14 +189,11 @@ class World(Scheduler):
         self.happened, self.quiet = self.happened + 1, max(self.quiet, end)
         self.tell(f"island {island}", f"{kind} ({seconds:.1f} s, {other})")
         self.judge.disturbed.append((self.now, end + 1.0))
-        for i in range(self.plan.islands) if kind in LASTING else [island]:
-            self.judge.touched[i] = max(
-                self.judge.touched[i], end if kind in (*LASTING, "full disk") else self.now + 0.01
-            )
+        until = end if kind in LASTING else self.now + 0.01
+        for i in range(self.plan.islands) if kind in LASTING[1:] else [island]:
+            self.judge.touched[i] = max(self.judge.touched[i], until)
         if kind in ("kill", "kill a rank"):
-            for process in processes if kind == "kill" else processes[other % len(processes) :][:1]:
-                process.ended = self.now
-            self.lose(processes)
+            self.lose(processes, processes if kind == "kill" else [processes[other % len(processes)]])
         elif kind == "stop":
             processes[other % len(processes)].rests = end
         elif kind == "cut":
@@ -212,31 +207,21 @@ class World(Scheduler):
             (self.slow if kind == "slow" else self.full_disk)[island] = end
 
 
-class Heard(logging.Handler):
-    """What the library logs, as part of the story, and for nobody else."""
-
-    def __init__(self, world: World):
-        super().__init__(logging.WARNING)
-        self.world = world
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Add a line to the story."""
-        if self.world.here is not None:
-            self.world.tell(self.world.here.process, record.getMessage())
-
-
 def run(plan: Plan) -> Result:
     """Run what a plan says, and judge it."""
     world, logger = World(plan), logging.getLogger("fn")
-    handler, before, logger.propagate = Heard(world), logger.propagate, False
-    logger.addHandler(handler)
+
+    def heard(record: logging.LogRecord) -> bool:  # what the library logs is part of the story, and for nobody else
+        if world.here is not None:
+            world.tell(world.here.process, record.getMessage())
+        return False
+
+    logger.addFilter(heard)
     try:
         world.go()
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
-    judge = world.judge
-    found = len(judge.exchanges), world.happened, judge.heals, world.loss, world.now
+        logger.removeFilter(heard)
+    found = len(world.judge.exchanges), world.happened, world.judge.heals, world.loss, world.now
     return Result(plan, world.failure, world.story, *found)
 
 
