@@ -6,7 +6,7 @@ process that has ended, or that has left the group, hears of it; of one that is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
@@ -24,13 +24,13 @@ LIGHTHOUSE = -1
 class Network:
     """The links. cuts: (begin, end, the islands of one part).
 
-    unsure: who did not hear that an exchange had come everywhere, when another did: no protocol can prevent that. Only
+    fuses: what happens where a process sends to other islands. unsure: who did not hear that an exchange had come everywhere, when another did: no protocol can prevent that. Only
     of a message of a single number that is nobody's fault; what carries more is followed by one.
     """
 
     def __init__(self, world: Scheduler):
         self.world, self.unsure = world, set[Process]()
-        self.cuts = list[tuple[float, float, frozenset[int]]]()
+        self.cuts, self.fuses = list[tuple[float, float, frozenset[int]]](), dict[Process, Callable[[], None]]()
 
     def whole(self, a: int, b: int, time: float) -> float:
         """Return the first time from one on at which the link between two islands is whole."""
@@ -76,6 +76,8 @@ class Ring:
         arrives = [self.network.arrival(island, other.island, size) for other in self.members]
         call = self.calls.setdefault(number, {})
         call[me] = kind, [x.clone() for x in rows], arrives
+        if self.members[0].island != self.members[-1].island:
+            self.network.fuses.get(self.members[me], lambda: None)()
         self.world.pause(lambda: self.until(number, me)[0], f"{kind} {number}", self.limit)
         time, came = self.until(number, me)
         if not came or time > self.world.now:

@@ -22,13 +22,14 @@ METHODS: dict[str, Callable[..., Any]] = {
 RATES, LARGEST = {"local SGD in 4 bits": 0.3, "DiLoCo in signs": 0.1}, 0.9
 """Learning rates other than 0.2, and the largest loss in the end. It is 2 at the start."""
 
-KINDS = ("kill", "kill", "kill", "kill a rank", "stop", "cut", "lighthouse", "full disk", "jump", "slow")
+KILLS = ("kill", "kill a rank", "kill in an exchange", "kill in an exchange")
+KINDS = (*KILLS, "stop", "cut", "lighthouse", "full disk", "jump", "slow")
 LASTING = ("full disk", "stop", "cut", "lighthouse", "slow")
 """Faults that last. All but the first may cost any island its work: who is left out meanwhile is behind."""
 
 
 class Event(NamedTuple):
-    """A fault. seconds: for how long. other: a number whose meaning is the kind's: a rank, a side, a direction."""
+    """A fault. seconds: for how long. other: a number whose meaning is the kind's: a rank, a message, a direction."""
 
     time: float
     kind: str
@@ -87,9 +88,9 @@ def drawn(seed: int) -> Plan:
     seconds = draw.uniform(1.0, 3.0) if fragments == 1 and not delay and draw.random() < 0.4 else 0.0
     pace = tuple(draw.uniform(0.2, 0.6) for _ in range(islands))
     time, events = 6.0, list[Event]()
-    for kind in ["kill", *(draw.choice(KINDS) for _ in range(draw.randint(2, 4)))]:
+    for kind in [draw.choice(KILLS), *(draw.choice(KINDS) for _ in range(draw.randint(2, 4)))]:
         time += draw.uniform(0.5, 8.0)
         lasts = draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)])
-        events.append(Event(time, kind, draw.randrange(islands), lasts, draw.randrange(2)))
+        events.append(Event(time, kind, draw.randrange(islands), lasts, draw.randrange(12)))
     flags = draw.random() < 0.5, draw.random() < 0.25, draw.choice([0, 4, 9])
     return Plan(seed, islands, 1 + seed % 2, method, fragments, delay, seconds, pace, *flags, tuple(events))

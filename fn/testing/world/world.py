@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 from math import inf
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from fn.collectives.transports.registry import register
 from fn.errors import PeerLost
 from fn.testing.world.judge import Books, Judge, flat
 from fn.testing.world.network import Network, Ring, within
-from fn.testing.world.plan import LARGEST, LASTING, RATES, SHAPES, Event, Plan
+from fn.testing.world.plan import KILLS, LARGEST, LASTING, RATES, SHAPES, Event, Plan
 from fn.testing.world.quorum import PATIENCE, Lighthouse, Manager, Server
 from fn.testing.world.scheduler import Background, Process, Scheduler
 
@@ -179,6 +180,11 @@ class World(Scheduler):
         self.at(self.now + self.draw.uniform(0.05, 1.0), partial(end, processes))
         self.at(self.now + self.draw.uniform(1.5, 6.0), again)
 
+    def burn(self, processes: list[Process], messages: Iterator[int]) -> None:
+        """End an island behind some messages, while the last one is on its way."""
+        if next(messages, 1) == 0:
+            self.at(self.now + 0.3 * self.draw.random(), partial(self.lose, processes, processes))
+
     def happen(self, event: Event) -> None:
         """Let a fault happen; later, if its island is lost now."""
         _, kind, island, seconds, other = event
@@ -192,7 +198,11 @@ class World(Scheduler):
         until = end if kind in LASTING else self.now + 0.01
         for i in range(self.plan.islands) if kind in LASTING[1:] else [island]:
             self.judge.touched[i] = max(self.judge.touched[i], until)
-        if kind in ("kill", "kill a rank"):
+        if kind == "kill in an exchange":
+            self.network.fuses[processes[other % len(processes)]] = partial(
+                self.burn, processes, iter(range(other, -1, -1))
+            )
+        elif kind in KILLS:
             self.lose(processes, processes if kind == "kill" else [processes[other % len(processes)]])
         elif kind == "stop":
             processes[other % len(processes)].rests = end
@@ -202,7 +212,7 @@ class World(Scheduler):
             self.lighthouse.restart(seconds)
         elif kind == "jump":
             for process in processes:
-                process.ahead += (50.0 if other else -50.0) * seconds
+                process.ahead += (50.0 if other % 2 else -50.0) * seconds
         else:
             (self.slow if kind == "slow" else self.full_disk)[island] = end
 
