@@ -108,6 +108,10 @@ def believes_that_all_ranks_are_at_one_place(monkeypatch: Any) -> None:
     edited(monkeypatch, islands.Islands, "take", "while not all(ends for *_, ends in told):", "while False:")
 
 
+def lets_ranks_count_apart(monkeypatch: Any) -> None:
+    edited(monkeypatch, islands.Islands, "agreed", "if latest != self.manager.current_step():", "if False:")
+
+
 PATCHES: list[tuple[Callable[[Any], None], int]] = [
     (keeps_errors, 4),
     (forgets_what_was_dropped, 6),
@@ -119,6 +123,7 @@ PATCHES: list[tuple[Callable[[Any], None], int]] = [
     (counts_exchanges_only, 17),
     (counts_from_before_it_was_healed, 22),
     (believes_that_all_ranks_are_at_one_place, 21),
+    (lets_ranks_count_apart, 73),
 ]
 """What makes the adapter wrong, and the first seed that finds it."""
 

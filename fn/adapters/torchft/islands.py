@@ -148,7 +148,7 @@ class _Word(NamedTuple):
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
-    `Pace.tell`. row: a number of what it computes with, see `row_of`. line: a number of the last exchange that it wrote.
+    `Pace.tell`. row: a number of what it computes with, see `row_of`. line: of the last exchange that it wrote.
     """
 
     speaks: float
@@ -181,8 +181,8 @@ class Islands(Optimizer):
     whose islands are known to have as many ranks. pace: when the last local steps ended. seconds: a step took, on the
     slowest rank; 0: not known. entered: the steps that entered the last exchange, in the mean over islands. given: the
     numbers of the param groups at the start. late: as for `optimizer`. sent: steps when a difference was taken last;
-    sending: when the one that is on its way was. line: a number of the last exchange that was written, alike on all that
-    wrote it; next_line: of the one that is taken. most: how many islands there were.
+    sending: when the one that is on its way was. line: a number of the last exchange that was written, alike on all
+    that wrote it; next_line: of the one that is taken. most: how many islands there were.
     """
 
     plans = True
@@ -444,8 +444,13 @@ class Islands(Optimizer):
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
         told = self.gather(
-            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, problem is not None, text]
-        )
+            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, self.manager.current_step(),
+             problem is not None, text]
+        )  # fmt: skip
+        latest = max(row[5] for row in told)
+        if latest != self.manager.current_step():
+            # torchft tells a rank that meets nobody nothing of how far others are, and would heal its island once more.
+            self.manager.load_state_dict({**self.manager.state_dict(), "step": latest})
         if problem is not None:
             raise problem
         self.seconds = max(row[3] for row in told)
@@ -602,7 +607,7 @@ class Islands(Optimizer):
 
 
 def source_of(words: Sequence[_Word]) -> int:
-    """Return the island of which others become copies, the same on all: that of the most steps, the first of several."""
+    """Return the island of which others become copies, alike on all: that of the most steps, the first of several."""
     current = [i for i, of in enumerate(words) if not of.behind] or range(len(words))
     return max(current, key=lambda i: (words[i].steps, -i))
 

@@ -24,8 +24,9 @@ LIGHTHOUSE = -1
 class Network:
     """The links. cuts: (begin, end, the islands of one part).
 
-    fuses: what happens where a process sends to other islands. unsure: who did not hear that an exchange had come everywhere, when another did: no protocol can prevent that. Only
-    of a message of a single number that is nobody's fault; what carries more is followed by one.
+    fuses: what happens where a process sends to other islands. unsure: who did not hear that an exchange had come
+    everywhere, when another did: no protocol can prevent that. Only of a message of a single number that is nobody's
+    fault; what carries more is followed by one.
     """
 
     def __init__(self, world: Scheduler):
@@ -124,11 +125,6 @@ class Group:
         """Send x to each member."""
         for out, row in zip(outs[0], self.parent.exchange(self.rank, "all_gather", xs * self.size()), strict=True):
             out.copy_(row)
-        return self
-
-    def allreduce(self, xs: list[Tensor], options: Any) -> Group:
-        """Add up x over the members, in their order."""
-        xs[0].copy_(torch.stack(self.parent.exchange(self.rank, "all_reduce", xs * self.size())).sum(0))
         return self
 
     def wait(self) -> None:

@@ -139,8 +139,8 @@ class Server:
 class Manager:
     """torchft's Manager as the adapter knows it.
 
-    present: the quorum. told: of each exchange: when its quorum was there, when it was voted on, of how many islands, whether it was
-    written, and its serial number. meetings: where the islands of a quorum open their connections.
+    present: the quorum. told: of each exchange: when its quorum was there, when it was voted on, of how many islands,
+    whether it was written, and its serial number. meetings: where the islands of a quorum open their connections.
     """
 
     def __init__(self, server: Server, process: Process, meetings: dict[Any, dict[int, Process] | Ring]):
@@ -194,6 +194,14 @@ class Manager:
         if not self.world.pause(there, "the islands of a quorum", MEETING):
             raise RuntimeError("Timed out meeting the islands of a quorum")
         self.group.ring, self.group.rank = self.meetings[key], self.rank  # type: ignore[assignment]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many exchanges were written."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Set how many exchanges were written."""
+        self.step = state["step"]
 
     def errored(self) -> Exception | None:
         """Return what went wrong since the last quorum."""
