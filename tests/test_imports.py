@@ -41,6 +41,7 @@ FLOORS = {
     "fn.adapters": 6,
     "fn.planner": 6,
     "fn.testing": 6,
+    "fn.testing.world": 7,
     "fn.tools": 7,
     "fn.__main__": 7,
     "fn": 7,
@@ -152,7 +153,8 @@ def test_nothing_imports_what_may_be_deleted():
         for module, name in pairs
         for package in APART
         if within(name, package) and not within(module, package)
-    ] == []
+        and not (package == "fn.adapters.torchft" and within(module, "fn.testing.world"))  # it tests this one only
+    ] == []  # fmt: skip
     methods = [(m, name) for m, name in pairs if m.startswith("fn.contrib.") and name.startswith("fn.contrib")]
     assert methods == [], "one method of contrib stands without the others"
 

@@ -162,7 +162,7 @@ def nearest(seconds: Sequence[Sequence[float]], sources: Sequence[int], takers: 
 
     Args: seconds: by island, what `measure` returned there. sources, takers: as for it.
     """
-    return min(sources, key=lambda source: (max(seconds[taker][source] for taker in takers), source))
+    return min(sources, key=lambda source: (max((seconds[taker][source] for taker in takers), default=0.0), source))
 
 
 def _bytes_of(x: Tensor) -> Tensor:

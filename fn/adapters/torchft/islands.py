@@ -22,7 +22,7 @@ import math
 import platform
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,7 @@ def optimizer(
     schedule: Schedule,
     tokens: Callable[[], float] | None = None,
     axis: str = "islands",
-    inside: dist.ProcessGroup | None = None,
+    inside: dist.ProcessGroup | Axis | None = None,
     late: tuple[float, float, float] | None = (6.0, 5.0, 60.0),
     **more: Any,
 ) -> Optimizer:
@@ -99,8 +99,9 @@ def optimizer(
         tokens: () -> how many tokens this rank has trained on since the last call; called once per exchange. A
             difference then counts by its island's tokens; those of a dropped exchange count in the next. None: it
             counts by its island's steps.
-        axis: the name that the islands get. inside: the ranks of this island; None: those of torch.distributed, or
-            this process alone where that is not initialized. more: as for `fn.Optimizer`, such as lr.
+        axis: the name that the islands get. inside: the ranks of this island, or an `Axis` of them over a
+            registered transport; None: those of torch.distributed, or this process alone where that is not initialized.
+            more: as for `fn.Optimizer`, such as lr.
         late: (k, least, most): an island in the middle of its steps is late, once its round has lasted longer than
             the median of its last 20 by k times their median absolute deviation, at least by the second number of
             seconds and at most by the third. It then takes the outer step with the others, who wait; its difference
@@ -147,7 +148,8 @@ class _Word(NamedTuple):
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
     the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     entering: its steps that no exchange has taken yet. pace: its seconds a step. passed, waited, exchanged: see
-    `Pace.tell`. row: a number of what it computes with, see `row_of`. away: see `measure`, on its slowest rank.
+    `Pace.tell`. row: a number of what it computes with, see `row_of`. line: of the last exchange that it wrote. away:
+    see `measure`, on its slowest rank.
     """
 
     speaks: float
@@ -162,6 +164,7 @@ class _Word(NamedTuple):
     waited: float
     exchanged: float
     row: float
+    line: float
     away: Sequence[float]
 
 
@@ -180,8 +183,9 @@ class Islands(Optimizer):
     whose islands are known to have as many ranks, and `away` of them: see `measure`. pace: when the last local
     steps ended. seconds: a step took, on the slowest rank; 0: not known. entered: the steps that entered the last
     exchange, in the mean over islands. given: the numbers of the param groups at the start. late: as for `optimizer`.
-    sent: steps when a difference was taken last; sending: when the one that is on its way was. most: how many islands
-    there were.
+    sent: steps when a difference was taken last; sending: when the one that is on its way was. line: a number of the
+    last exchange that was written, alike on all that wrote it; next_line: of the one that is taken. most: how many
+    islands there were.
     """
 
     plans = True
@@ -201,6 +205,7 @@ class Islands(Optimizer):
     given: dict[str, str]
     late: tuple[float, float, float] | None
     sent = sending = most = 0
+    line = next_line = 0.0
 
     @property
     def goodput(self) -> Goodput:
@@ -266,8 +271,12 @@ class Islands(Optimizer):
         """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
         super().load_state_dict(state_dict)
         self.flying, self.sent = None, getattr(self.schedule, "begun", self.steps)
-        while self.sent and self.schedule(self.sent - 1) == Round() and not hasattr(self.schedule, "begun"):
-            self.sent -= 1  # back to the last exchange
+        while (
+            self.sent
+            and getattr(self.schedule(self.sent - 1), "begin", 0) is None
+            and not hasattr(self.schedule, "begun")
+        ):
+            self.sent -= 1  # back to where the last exchange began
         self.pace.ends.clear()
 
     def count(self) -> None:
@@ -312,8 +321,10 @@ class Islands(Optimizer):
                 raise
             self.drop(error)
         # A rank that votes now while another of its island votes at the end of the round would wait for it in vain.
-        told = self.gather([came, late])
-        all_came, late = all(of_rank for of_rank, _ in told), any(of_rank for _, of_rank in told)
+        told = self.gather([came, late, True])
+        while not all(ends for *_, ends in told):  # another rank was in `heal`, which this one has not come to
+            told = self.gather([came, late, True])
+        all_came, late = all(of_rank for of_rank, *_ in told), any(of_rank for _, of_rank, _ in told)
         if came and not all_came:
             group.abort()
             self.drop(RuntimeError("another rank of this island lost it"))
@@ -362,17 +373,28 @@ class Islands(Optimizer):
             if made.could and not int(self.ranks.axes[_INSIDE].rank):
                 text = "exchange %d between islands: goodput %s; since this island began %s"
                 logger.info(text, self.manager.current_step(), made, self.goodput)
+        self.line = self.next_line
         # Only here: tokens of an exchange that was dropped count in the next one.
         self.unsent = 0.0 if trained else self.unsent
         self.sent = self.sending if trained else self.sent
         return True
 
     def group(self) -> Any:
-        """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
-        from torchft.process_group import ManagedProcessGroup
+        """Return the process group of this quorum; None where torchft goes on with that of an earlier one.
 
-        manager, group = self.manager, ManagedProcessGroup(self.manager).parent
-        if not manager.is_participating() or manager.num_participants() != group.size():
+        Raises: ValueError if it is not of this quorum's islands only.
+        """
+        manager, group = self.manager, group_of(self.manager)
+        try:
+            size, is_new = group.size(), group.parent is not self.greeted
+        except AssertionError:  # torchft's: this island has left it
+            size, is_new = 0, False
+        if manager.num_participants() != size and not is_new:
+            # A lighthouse that is started again counts quorums from 1, and torchft opens connections only where the
+            # number is not that of its last one. A dropped exchange brings a new number.
+            manager.report_error(RuntimeError("this quorum has the number of an earlier one"))
+            return None
+        if not manager.is_participating() or manager.num_participants() != size:
             got = "islands that wait outside of the quorum"
             raise ValueError(expected("manager", "use_async_quorum=False, and no spares", got))
         return group
@@ -432,8 +454,13 @@ class Islands(Optimizer):
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
         told = self.gather(
-            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, self.away, problem is not None, text]
-        )
+            [self.steps, self.behind, self.unsent, self.pace.seconds(), self.row, self.away,
+             self.manager.current_step(), problem is not None, text]
+        )  # fmt: skip
+        latest = max(row[6] for row in told)
+        if latest != self.manager.current_step():
+            # torchft tells a rank that meets nobody nothing of how far others are, and would heal its island once more.
+            self.manager.load_state_dict({**self.manager.state_dict(), "step": latest})
         if problem is not None:
             raise problem
         self.seconds = max(row[3] for row in told)
@@ -455,7 +482,7 @@ class Islands(Optimizer):
         # The slowest of its ranks decides: all of them are healed from the same island.
         away = [max(of_rank) for of_rank in zip(*(row[5] for row in told), strict=True)]
         said = speaks, tokens, self.steps, self.behind, self.joined, warm, entering, self.seconds, *spent
-        return _Word(*said, row_number(*{row[4] for row in told}), away)
+        return _Word(*said, row_number(*{row[4] for row in told}), self.line, away)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
         """Take an exchange up to where it is written; None if nobody has anything to say. The islands must be bound.
@@ -465,12 +492,12 @@ class Islands(Optimizer):
         """
         rank = self.manager.participating_rank()
         size = len(word.away)
-        try:
-            words = [_Word._make([*row[:-size], row[-size:]]) for row in self.meet(*word[:-1], *word.away)]
-        except RuntimeError:
-            if word.behind:
-                self.gather([False, False])  # the other ranks of this island ask for it in `heal`
-            raise
+        words = [_Word._make([*row[:-size], row[-size:]]) for row in self.meet(*word[:-1], *word.away)]
+        # A lighthouse that was started again may have let some islands write without the others, and these as often
+        # without them. torchft compares counts only, and their anchors would stay apart.
+        line = words[source_of(words)].line
+        words = [of if of.line == line else of._replace(behind=True, speaks=0.0) for of in words]
+        self.next_line, word = row_number(*map(str, words)), words[rank]
         if any(of.behind for of in words):
             self.heal(group, words, rank)
         current = [of for of in words if of.joined and not of.behind]
@@ -498,6 +525,7 @@ class Islands(Optimizer):
             if word.joined and not (word.behind or word.speaks):
                 staged = self.going_on(staged)
         else:
+            self.sending = self.steps  # or who was healed would count from what it sent before that
             return None, False
         self.sending = self.steps
         if not late:
@@ -571,27 +599,31 @@ class Islands(Optimizer):
 
         Raises: as `stage`; ValueError on an island that was made otherwise.
         """
-        behind = [i for i, of in enumerate(words) if of.behind]
-        current = [i for i in range(len(words)) if i not in behind] or behind
-        # All islands choose the same one: of those with the most steps the nearest.
-        steps = max(words[i].steps for i in current)
-        source = nearest([of.away for of in words], [i for i in current if words[i].steps == steps], behind)
+        behind, source = [i for i, of in enumerate(words) if of.behind], source_of(words)
         failure, state, takers = None, state_of(self), list[int]()
         try:
             takers = takers_of(self, made_of(self, self.given), self.islands, source, behind, rank)
             state = hand_over(state, group, rank, source, takers, device_of(self))
         except RuntimeError as error:
             failure = error
-        if rank in behind:  # all of its ranks become copies, or none does
-            told = self.gather([failure is None, rank in takers])
-            if failure is None and not all(came for came, _ in told):
+        if rank in behind and rank != source:  # all of its ranks become copies, or none does
+            told = self.gather([failure is None, rank in takers, False])
+            if failure is None and not all(came for came, *_ in told):
                 failure = RuntimeError("another rank of this island did not get the state")
-            if failure is None and any(needed for _, needed in told):
+            if failure is None and any(needed for _, needed, _ in told):
                 become(self, state)
                 self.healed, self.unsent, self.sent = True, 0.0, self.steps
         if failure is not None:
             raise failure
-        self.behind = False
+        self.behind, self.line = False, words[source].line
+
+
+def source_of(words: Sequence[_Word]) -> int:
+    """Return the island of which others become copies, alike on all: of those with the most steps the nearest."""
+    behind = [i for i, of in enumerate(words) if of.behind]
+    current = [i for i in range(len(words)) if i not in behind] or behind
+    steps = max(words[i].steps for i in current)
+    return nearest([of.away for of in words], [i for i in current if words[i].steps == steps], behind)
 
 
 def _tell(pace: Pace) -> None:
@@ -628,6 +660,14 @@ def _axis(size: int, rank: int, transport: str) -> Axis:
     return Axis(size, torch.tensor(rank, dtype=torch.int64, device="cpu"), transport)
 
 
+@singledispatch
+def group_of(manager: Any) -> Any:
+    """Return the process group of torchft's manager; for what stands for one, register what returns its group."""
+    from torchft.process_group import ManagedProcessGroup
+
+    return ManagedProcessGroup(manager).parent
+
+
 def _transport(group: Any) -> Transport:
     """Return the exchanges of a process group of torchft, which torch.distributed does not know."""
     size = group.size()
@@ -650,8 +690,10 @@ def _transport(group: Any) -> Transport:
     return Transport(all_to_all, gather, psum, own_thread=True)
 
 
-def _ranks_of(inside: dist.ProcessGroup | None) -> Axis:
+def _ranks_of(inside: dist.ProcessGroup | Axis | None) -> Axis:
     """Return the ranks of this island as an axis. Raises: ValueError if there are others that are not reached."""
+    if isinstance(inside, Axis):
+        return inside
     if inside is None and dist.is_initialized():
         inside = dist.group.WORLD
     if inside is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,10 +19,19 @@ LOOKS = 8
 """How often in a round an island looks whether it is late."""
 
 
+class Host(threading.local):
+    """The clock of the host, as this thread reads it: a simulation gives its threads another one."""
+
+    seconds: Callable[[], float] = staticmethod(time.monotonic)
+
+
+host = Host()
+
+
 def now(device: torch.device) -> Any:
     """Return this moment in what is queued on a device: seconds on a CPU, else an event that nobody waits for."""
     if device.type == "cpu":
-        return time.monotonic()
+        return host.seconds()
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
