@@ -67,5 +67,5 @@ def test_a_script_runs_and_its_json_makes_its_table(name: str, tmp_path: Path) -
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert {**found["about"], **machine(), "commit": commit()} == found["about"]
     head, line, *rows = report.MEASUREMENTS[name].table(found).splitlines()
-    assert len(rows) >= 3
+    assert rows
     assert {row.count(" |") for row in (head, line, *rows)} == {head.count(" |")}
