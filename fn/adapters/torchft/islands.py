@@ -607,7 +607,7 @@ class Islands(Optimizer):
 
 
 def source_of(words: Sequence[_Word]) -> int:
-    """Return the island of which others become copies, alike on all: that of the most steps, the first of several."""
+    """Return the island whose state others get, alike on all: that of the most steps, the first of several."""
     current = [i for i, of in enumerate(words) if not of.behind] or range(len(words))
     return max(current, key=lambda i: (words[i].steps, -i))
 
