@@ -37,6 +37,7 @@ import fn.contrib
 import fn.contrib.metrics
 import fn.kernels
 import fn.testing
+import fn.testing.world
 
 SGD = fn.scale_by_learning_rate(0.1)
 ADAM = fn.scale_by_adam()
@@ -261,6 +262,11 @@ VALID: dict[str, Callable[[], dict[str, Any]]] = {
     "fn.testing.check_codec": lambda: {"codec": fn.int8()},
     "fn.testing.check_transform": lambda: {"tx": SGD, "params": torch.ones(2), "schedule": fn.freeze_after(1)},
     "fn.testing.conformance": lambda: {"row": CPU, "ops": ("pack_bits",), "sizes": (8,)},
+    "fn.testing.world.drawn": lambda: {"seed": 1},
+    "fn.testing.world.run": lambda: {"plan": fn.testing.world.drawn(2)._replace(events=())},
+    "fn.testing.world.shrunk": lambda: {
+        "result": fn.testing.world.Result(fn.testing.world.drawn(2)._replace(events=()), "", [], 0, 0, 0, 0.0, 0.0)
+    },
     "fn.testing.train": lambda: {"tx": fn.chain(fn.average("data"), SGD), "schedule": fn.freeze_after(1)},
 }
 
@@ -349,6 +355,7 @@ MODULES = [
     fn, fn.contrib, fn.contrib.metrics, fn.adapters, fn.adapters.checkpoint, fn.adapters.ddp, fn.adapters.deepspeed,
     fn.adapters.drift, fn.adapters.follow, fn.adapters.fsdp, fn.adapters.torchft, fn.adapters.trainers.accelerate,
     fn.adapters.trainers.hf, fn.adapters.trainers.lightning, fn.kernels, fn.testing,
+    fn.testing.world,
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@
     assert fn.testing.conformance(my_row())
 
 `pytest -p fn.testing.pytest_plugin --fn-row my_package.kernels:row` makes a test of every kernel of a row.
+`python -m fn.testing.world --count 100` lets faults happen to islands in simulated time, see `fn.testing.world`.
 `train` shows in one line that an optimizer learns; the docstrings of the named optimizers call it.
 """
 

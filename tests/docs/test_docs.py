@@ -36,6 +36,7 @@ MODULES = (
     "fn.adapters.trainers.accelerate",
     "fn.adapters.trainers.lightning",
     "fn.contrib.metrics",
+    "fn.testing.world",
 )
 """Modules that are used by their own name."""
 

@@ -18,9 +18,9 @@ from ranks import LIMIT
 import fn.adapters.torchft.handing_over as handing_over
 import fn.adapters.torchft.islands as islands
 import fn.testing.world.world as world
-from fn.testing.world import Result, drawn, run, shrunk
+from fn.testing.world import Event, Plan, Result, drawn, run, shrunk
 
-FAST, MANY = range(100, 125), 500
+FAST, MANY = range(100, 125), range(1000, 1500)
 
 
 @pytest.fixture(autouse=True)
@@ -32,25 +32,33 @@ def one_thread():
 
 
 def check(seeds: Any) -> list[Result]:
-    """Run seeds; none of them may fail, and most have to count."""
+    """Run seeds; none of them may fail, and enough has to happen in them."""
     found = [run(drawn(seed)) for seed in seeds]
     failed = [result for result in found if result.failure]
     assert not failed, shrunk(failed[0]).told()
     assert statistics.median(result.exchanges for result in found) >= 8
     assert statistics.median(result.faults for result in found) >= 3
     assert statistics.median(result.healings for result in found) >= 1
-    assert sum(result.counts for result in found) >= 0.9 * len(found)
     return found
 
 
-def test_islands_with_faults_are_alike_in_time_whole_and_lose_nothing():
-    check(FAST)
+@pytest.mark.parametrize("first", FAST[::5])
+def test_islands_with_faults_are_alike_in_time_whole_and_lose_nothing(first):
+    check(range(first, first + 5))
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("first", range(1000, 1000 + MANY, 50))
+@pytest.mark.parametrize("first", MANY[::50])
 def test_hundreds_of_seeds_pass(first):
     check(range(first, first + 50))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_without_faults_nothing_is_dropped(seed):
+    result = run(drawn(seed)._replace(events=()))
+    assert not result.failure, result.told()
+    assert (result.faults, result.exchanges) == (0, 11)  # behind the one in which all meet
+    assert not any(what.startswith("dropped") for *_, what in result.story)
 
 
 def test_a_seed_tells_the_same_story_twice():
@@ -112,33 +120,36 @@ def lets_ranks_count_apart(monkeypatch: Any) -> None:
     edited(monkeypatch, islands.Islands, "agreed", "if latest != self.manager.current_step():", "if False:")
 
 
-PATCHES: list[tuple[Callable[[Any], None], int]] = [
-    (keeps_errors, 4),
-    (forgets_what_was_dropped, 6),
-    (lands_alone, 285),
-    (heals_from_another, 1),
-    (begins_cold, 1),
+AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
+"""The second message of the first quorum is on its way: it says who is behind."""
+
+PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
+    (keeps_errors, drawn(0)),
+    (forgets_what_was_dropped, drawn(17)),
+    (lands_alone, drawn(208)),
+    (heals_from_another, drawn(0)),
+    (begins_cold, drawn(0)),
     # What the world has found in the adapter as it was:
-    (takes_an_old_quorum_for_a_new_one, 9),
-    (counts_exchanges_only, 17),
-    (counts_from_before_it_was_healed, 22),
-    (believes_that_all_ranks_are_at_one_place, 21),
-    (lets_ranks_count_apart, 73),
+    (takes_an_old_quorum_for_a_new_one, drawn(14)),
+    (counts_exchanges_only, drawn(231)),
+    (counts_from_before_it_was_healed, drawn(1852)),
+    (lets_ranks_count_apart, drawn(73)),
+    (believes_that_all_ranks_are_at_one_place, drawn(17)._replace(events=(AT_THE_START,))),
 ]
-"""What makes the adapter wrong, and the first seed that finds it."""
+"""What makes the adapter wrong, and a plan that finds it."""
 
 
-@pytest.mark.parametrize(("patch", "seed"), PATCHES)
-def test_what_is_wrong_with_the_adapter_is_found(monkeypatch, patch, seed):
-    result = run(drawn(seed))
+@pytest.mark.parametrize(("patch", "plan"), PATCHES, ids=[patch.__name__ for patch, _ in PATCHES])
+def test_what_is_wrong_with_the_adapter_is_found(monkeypatch, patch, plan):
+    result = run(plan)
     assert not result.failure, result.told()
     patch(monkeypatch)
-    assert run(drawn(seed)).failure
+    assert run(plan).failure
 
 
 def test_a_failing_seed_is_shrunk_and_told(monkeypatch):
     keeps_errors(monkeypatch)
-    failing = run(drawn(4))
+    failing = run(drawn(0))
     less = shrunk(failing)
     assert less.failure
     assert len(less.plan.events) < len(failing.plan.events)
@@ -158,4 +169,4 @@ def test_the_command_prints_a_line_a_seed_and_their_sum():
     assert told.returncode == 0
     assert [line.split(";")[0] for line in lines] == ["seed 1: passed", "seed 2: passed"]
     assert last.startswith("2 seeds, 2 of which count: ")
-    assert "; 0 failed; " in last
+    assert "; failed: none; " in last

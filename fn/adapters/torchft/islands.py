@@ -271,12 +271,9 @@ class Islands(Optimizer):
         """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
         super().load_state_dict(state_dict)
         self.flying, self.sent = None, getattr(self.schedule, "begun", self.steps)
-        while (
-            self.sent
-            and getattr(self.schedule(self.sent - 1), "begin", 0) is None
-            and not hasattr(self.schedule, "begun")
-        ):
-            self.sent -= 1  # back to where the last exchange began
+        if not hasattr(self.schedule, "begun"):
+            while self.sent and getattr(self.schedule(self.sent - 1), "begin", 0) is None:
+                self.sent -= 1  # back to where the last exchange began
         self.pace.ends.clear()
 
     def count(self) -> None:
@@ -619,7 +616,7 @@ class Islands(Optimizer):
 
 
 def source_of(words: Sequence[_Word]) -> int:
-    """Return the island of which others become copies, alike on all: of those with the most steps the nearest."""
+    """Return the island whose state others get, alike on all: of those with the most steps the nearest."""
     behind = [i for i, of in enumerate(words) if of.behind]
     current = [i for i in range(len(words)) if i not in behind] or behind
     steps = max(words[i].steps for i in current)

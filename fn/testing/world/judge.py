@@ -97,7 +97,7 @@ class Judge:
             self.world.end(wrong)
 
     def watched(self, make: Callable[..., Transform], **given: Any) -> Transform:
-        """Return a method whose exchanges are noted, and of which the first one of a process takes long."""
+        """Return a method whose exchanges are noted; the first one of a process takes long."""
         tx = make(**given)
         exchange: Any = tx.exchange
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import fn
+from fn.arguments import checked
 from fn.schedules import Schedule
 
 H, SHAPES = 4, [(4, 4), (8,), (2, 4)]
@@ -79,8 +80,12 @@ class Plan(NamedTuple):
         return ", ".join([f"{self.islands} islands of {self.ranks} ranks", self.method, schedule, *more])
 
 
+@checked("seed")
 def drawn(seed: int) -> Plan:
-    """Return the plan of a seed."""
+    """Return the plan of a seed.
+
+    Args: seed: any whole number. Raises: TypeError for another kind.
+    """
     draw = random.Random(seed)
     islands, method, more = draw.choice([2, 2, 3, 3, 4, 5]), draw.choice([*METHODS]), draw.random()
     fragments = 2 if method.startswith("DiLoCo") and more < 0.4 else 1

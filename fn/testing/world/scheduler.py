@@ -1,4 +1,4 @@
-"""Time that is simulated: threads of which exactly one runs, chosen by a seed, and a clock that jumps to what is next.
+"""Time that is simulated: a seed chooses the one thread that runs, and the clock jumps to what is next.
 
 A thread runs until it waits for something. Then the clock goes on to the first moment at which any of them can, and a
 seeded draw says which of these does. So a seed gives the same run, message for message, and nobody sleeps.

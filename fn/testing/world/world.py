@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fn.adapters.torchft.islands import group_of, optimizer
 from fn.adapters.torchft.pace import Goodput
+from fn.arguments import checked
 from fn.collectives.axis import Axis
 from fn.collectives.transports.registry import register
 from fn.errors import PeerLost
@@ -221,8 +222,13 @@ class World(Scheduler):
             (self.slow if kind == "slow" else self.full_disk)[island] = end
 
 
+@checked("plan")
 def run(plan: Plan) -> Result:
-    """Run what a plan says, and judge it."""
+    """Run what a plan says, and judge it; the same plan gives the same story.
+
+    Args: plan: as `drawn` returns it, or with other events. Returns: how it has ended; its `failure` is "" if all held.
+    Raises: TypeError for another kind.
+    """
     world, logger = World(plan), logging.getLogger("fn")
 
     def heard(record: logging.LogRecord) -> bool:  # what the library logs is part of the story, and for nobody else
@@ -239,10 +245,13 @@ def run(plan: Plan) -> Result:
     return Result(plan, world.failure, world.story, *found)
 
 
+@checked("result")
 def shrunk(result: Result) -> Result:
     """Return a failing run with the fewest events: none of them can be left out.
 
     What is left may fail in another way than before: any failure is one.
+
+    Args: result: of `run`. Raises: TypeError for another kind.
     """
     events = result.plan.events
     for i in reversed(range(len(events))):
