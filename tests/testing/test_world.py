@@ -125,15 +125,15 @@ AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
 
 PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (keeps_errors, drawn(0)),
-    (forgets_what_was_dropped, drawn(17)),
-    (lands_alone, drawn(208)),
+    (forgets_what_was_dropped, drawn(5)),
+    (lands_alone, drawn(254)),
     (heals_from_another, drawn(0)),
     (begins_cold, drawn(0)),
     # What the world has found in the adapter as it was:
     (takes_an_old_quorum_for_a_new_one, drawn(14)),
-    (counts_exchanges_only, drawn(231)),
+    (counts_exchanges_only, drawn(33)),
     (counts_from_before_it_was_healed, drawn(1852)),
-    (lets_ranks_count_apart, drawn(73)),
+    (lets_ranks_count_apart, drawn(33)),
     (believes_that_all_ranks_are_at_one_place, drawn(17)._replace(events=(AT_THE_START,))),
 ]
 """What makes the adapter wrong, and a plan that finds it."""

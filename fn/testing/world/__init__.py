@@ -10,9 +10,9 @@ its work; the loss ends where it does without faults. A failing seed always fail
 and told as a story: time, island, what happened.
 
     >>> from fn.testing.world import drawn, run
-    >>> plan = drawn(2)
+    >>> plan = drawn(3)
     >>> plan.islands, plan.ranks, plan.method, len(plan.events)
-    (2, 1, 'DiLoCo', 5)
+    (2, 2, 'DiLoCo in 8 bits', 4)
     >>> result = run(plan)
     >>> result.failure, result.counts
     ('', True)
