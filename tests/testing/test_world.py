@@ -109,7 +109,7 @@ def counts_exchanges_only(monkeypatch: Any) -> None:
 
 
 def counts_from_before_it_was_healed(monkeypatch: Any) -> None:
-    edited(monkeypatch, islands.Islands, "stage", "self.sending = self.steps  # or", "pass  # or")
+    edited(monkeypatch, islands.Islands, "voted", "if trained and staged is not None:", "if trained:")
 
 
 def believes_that_all_ranks_are_at_one_place(monkeypatch: Any) -> None:
@@ -123,6 +123,11 @@ def lets_ranks_count_apart(monkeypatch: Any) -> None:
 AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
 """The second message of the first quorum is on its way: it says who is behind."""
 
+
+def votes_twice(monkeypatch: Any) -> None:
+    edited(monkeypatch, islands.Islands, "land", "if self.asks:", "if True:")
+
+
 PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (keeps_errors, drawn(0)),
     (forgets_what_was_dropped, drawn(17)),
@@ -134,6 +139,7 @@ PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (counts_exchanges_only, drawn(231)),
     (counts_from_before_it_was_healed, drawn(1852)),
     (lets_ranks_count_apart, drawn(73)),
+    (votes_twice, drawn(278)),
     (believes_that_all_ranks_are_at_one_place, drawn(17)._replace(events=(AT_THE_START,))),
 ]
 """What makes the adapter wrong, and a plan that finds it."""
