@@ -162,7 +162,10 @@ class World(Scheduler):
     def ended(self, process: Process, error: BaseException) -> None:
         """Hear that a process has ended by an exception."""
         self.tell(process, f"ends by {type(error).__name__}: {error}")
-        if not isinstance(error, PeerLost | TimeoutError | OSError) or not self.judge.is_touched(process):
+        if (
+            not isinstance(error, PeerLost | TimeoutError | OSError)
+            or self.judge.touched[process.island] <= process.born
+        ):
             self.end(f"{process} ends by " + "".join(traceback.format_exception(error)))
         self.lose(self.islands[process.island], [process])
 
@@ -234,13 +237,13 @@ def run(plan: Plan) -> Result:
     world, logger = World(plan), logging.getLogger("fn")
 
     def heard(record: logging.LogRecord) -> bool:  # what the library logs is part of the story, and for nobody else
-        if world.here is not None:
-            world.tell(world.here.process, record.getMessage())
+        world.tell(world.here.process, record.getMessage())
         return False
 
     logger.addFilter(heard)
     try:
-        world.go()
+        world.pass_on()
+        world.left.acquire()  # until all threads have ended
     finally:
         logger.removeFilter(heard)
     found = len(world.judge.exchanges), world.happened, world.judge.heals, world.loss, world.now
