@@ -57,7 +57,7 @@ def test_hundreds_of_seeds_pass(first):
 def test_without_faults_nothing_is_dropped(seed):
     result = run(drawn(seed)._replace(events=()))
     assert not result.failure, result.told()
-    assert (result.faults, result.exchanges) == (0, 11)  # behind the one in which all meet
+    assert result.faults == 0
     assert not any(what.startswith("dropped") for *_, what in result.story)
 
 
