@@ -17,6 +17,7 @@ from ranks import LIMIT
 
 import fn.adapters.torchft.handing_over as handing_over
 import fn.adapters.torchft.islands as islands
+import fn.testing.world.__main__ as command
 import fn.testing.world.world as world
 from fn.testing.world import Event, Plan, Result, drawn, run, shrunk
 
@@ -169,10 +170,20 @@ def test_a_failing_seed_is_shrunk_and_told(monkeypatch):
 
 
 def test_the_command_prints_a_line_a_seed_and_their_sum():
-    command = [sys.executable, "-m", "fn.testing.world", "--seed", "1", "--count", "2"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    words = [sys.executable, "-m", "fn.testing.world", "--seed", "1", "--count", "2"]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False)
     *lines, last = told.stdout.splitlines()
     assert told.returncode == 0
     assert [line.split(";")[0] for line in lines] == ["seed 1: passed", "seed 2: passed"]
     assert last.startswith("2 seeds, 2 of which count: ")
     assert "; failed: none; " in last
+
+
+def test_the_command_tells_a_failing_seed_and_ends_with_1(monkeypatch, capsys):
+    keeps_errors(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["world", "--seed", "0"])
+    assert command.main() == 1
+    told = capsys.readouterr().out
+    assert told.startswith("seed 0: FAILED; ")
+    assert "becomes a copy of another island" in told
+    assert "failed: [0]; " in told.splitlines()[-1]
