@@ -175,3 +175,13 @@ def test_an_island_goes_on_after_as_many_steps_as_it_had_left():
     assert [again.schedule(step) for step in range(16)] == [fn.Round()] * 14 + [fn.Round(0, 0)] * 2
     assert again.progress == first.progress == 5.5
     assert again.schedule.begun == 7
+
+
+@pytest.mark.parametrize(("steps", "sent"), [(2, 2), (3, 2), (4, 2), (5, 2), (6, 6)])
+def test_an_island_that_goes_on_counts_from_where_a_difference_was_taken_and_not_from_where_it_landed(steps, sent):
+    first, again = (
+        adapter.optimizer(start(0), CODES, NoManager(), schedule=fn.every(H, delay=2), lr=0.02) for _ in range(2)
+    )
+    first.steps = steps
+    again.load_state_dict(first.state_dict())
+    assert again.sent == sent

@@ -184,8 +184,8 @@ class Islands(Optimizer):
     steps ended. seconds: a step took, on the slowest rank; 0: not known. entered: the steps that entered the last
     exchange, in the mean over islands. given: the numbers of the param groups at the start. late: as for `optimizer`.
     sent: steps when a difference was taken last; sending: when the one that is on its way was. line: a number of the
-    last exchange that was written, alike on all that wrote it; next_line: of the one that is taken. most: how many
-    islands there were.
+    last exchange that was written, alike on all that wrote it; next_line: of the one that is taken. asks: whether a
+    quorum was not voted on yet. most: how many islands there were.
     """
 
     plans = True
@@ -193,7 +193,7 @@ class Islands(Optimizer):
     islands: str
     ranks: Binding
     tokens: Callable[[], float] | None
-    joined = healed = averaged = unlike = said_unlike = False
+    joined = healed = averaged = unlike = said_unlike = asks = False
     row: str
     behind = True
     unsent = 0.0
@@ -293,6 +293,7 @@ class Islands(Optimizer):
         group: Any = None
         since = self.pace.ask()
         try:
+            self.asks = True
             manager.start_quorum()  # calls `fall_behind`, if this island is
             group = self.group() if manager.errored() is None else None
             if group is not None and group.parent is not self.greeted:
@@ -350,7 +351,8 @@ class Islands(Optimizer):
             except RuntimeError as error:
                 group.abort()
                 self.drop(error)
-        self.voted(staged, trained=True)
+        if self.asks:  # not where this island joined behind the others' begin, and voted there
+            self.voted(staged, trained=True)
         self.flights.clear()
 
     def drop(self, error: RuntimeError) -> None:
@@ -360,6 +362,7 @@ class Islands(Optimizer):
 
     def voted(self, staged: Staged | None, trained: bool) -> bool:
         """Let the ranks of this island say that theirs has come, and write it if all have; return whether it was."""
+        self.asks = False
         if not self.manager.should_commit():
             self.entered = 0.0
             return False
@@ -371,9 +374,9 @@ class Islands(Optimizer):
                 text = "exchange %d between islands: goodput %s; since this island began %s"
                 logger.info(text, self.manager.current_step(), made, self.goodput)
         self.line = self.next_line
-        # Only here: tokens of an exchange that was dropped count in the next one.
-        self.unsent = 0.0 if trained else self.unsent
-        self.sent = self.sending if trained else self.sent
+        # Only here: tokens of an exchange that was dropped count in the next one, as where nobody had anything to say.
+        if trained and staged is not None:
+            self.unsent, self.sent = 0.0, self.sending
         return True
 
     def group(self) -> Any:
@@ -522,7 +525,6 @@ class Islands(Optimizer):
             if word.joined and not (word.behind or word.speaks):
                 staged = self.going_on(staged)
         else:
-            self.sending = self.steps  # or who was healed would count from what it sent before that
             return None, False
         self.sending = self.steps
         if not late:

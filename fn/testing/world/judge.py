@@ -105,14 +105,14 @@ class Judge:
             return tree.leaves(of)[number :: self.plan.fragments]
 
         def difference(number: int, state: Any, params: Any) -> Any:
-            books = self.books.get(self.world.task.process)
+            books = self.books.get(self.world.here.process)
             if books is not None:
                 pairs = zip(part(number, roles.find(state, "copies")[0]), part(number, params), strict=True)
                 books.begun[number] = flat([x - p for x, p in pairs]), books.steps
             return exchange.difference(number, state, params)
 
         def mean(number: int, state: Any, params: Any) -> Any:
-            process = self.world.task.process
+            process = self.world.here.process
             if process not in self.warm:
                 self.warm.add(process)
                 self.world.sleep(FIRST)
@@ -148,10 +148,6 @@ class Judge:
             is_unsure = any(p.island == process.island and p.born == process.born for p in self.unsure)
             lost = self.touched[process.island] <= books.synced and not is_unsure
             self.check(not lost, f"{process} loses its work, although nothing has happened to it")
-
-    def is_touched(self, process: Process) -> bool:
-        """Return whether something has happened to an island in its present life."""
-        return self.touched[process.island] > process.born
 
     def look(self, books: Books, began: float) -> None:
         """Judge what a step has left."""

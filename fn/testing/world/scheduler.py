@@ -63,24 +63,19 @@ class Task:
 
 
 class Scheduler:
-    """Threads and time. now: seconds. story: (time, who, what). failure: what was found wrong."""
+    """Threads and time. here: what runs. now: seconds. story: (time, who, what). failure: what was found wrong."""
+
+    here: Task
 
     def __init__(self, seed: int):
         self.draw, self.order, self.left = random.Random(seed), itertools.count(), threading.Semaphore(0)
         self.now, self.failure, self.is_over = 0.0, "", False
         self.story, self.tasks = list[tuple[float, str, str]](), list[Task]()
         self.events = list[tuple[float, int, Callable[[], None]]]()
-        self.here: Task | None = None
 
     def ended(self, process: Process, error: BaseException) -> None:
         """Hear that a thread has raised an error, with which its process ends."""
         raise NotImplementedError
-
-    @property
-    def task(self) -> Task:
-        """Return the thread that runs."""
-        assert self.here is not None
-        return self.here
 
     def tell(self, who: object, what: str) -> None:
         """Add a line to the story."""
@@ -111,7 +106,7 @@ class Scheduler:
 
     def pause(self, until: Callable[[], float], what: str, limit: float = inf) -> bool:
         """Let others run until a time, which may not be known yet, at most for some seconds; return whether it came."""
-        me = self.task
+        me = self.here
         if me.process.ended == inf:
             me.until, me.limit, me.what = until, self.now + limit, what
             self.pass_on(me)
@@ -157,11 +152,6 @@ class Scheduler:
         self.failure, self.is_over = self.failure or failure, True
         for task in self.tasks:
             task.process.ended = min(task.process.ended, self.now)
-
-    def go(self) -> None:
-        """Run until all threads have ended."""
-        self.pass_on()
-        self.left.acquire()
 
 
 class Background:

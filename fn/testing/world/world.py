@@ -21,7 +21,7 @@ from fn.collectives.transports.registry import register
 from fn.errors import PeerLost
 from fn.testing.world.judge import Books, Judge, flat
 from fn.testing.world.network import Network, Ring, within
-from fn.testing.world.plan import KILLS, LARGEST, LASTING, RATES, SHAPES, Event, Plan
+from fn.testing.world.plan import KILLS, LARGEST, LASTING, RATES, SHAPES, Event, H, Plan
 from fn.testing.world.quorum import PATIENCE, Lighthouse, Manager, Server
 from fn.testing.world.scheduler import Background, Process, Scheduler
 
@@ -143,11 +143,13 @@ class World(Scheduler):
 
     def see(self, books: Books) -> None:
         """End the run once all islands have been in two whole exchanges behind all faults."""
-        told, step, all_there = books.manager.told[-2:], books.manager.step, self.plan.islands
+        told, all_there = books.manager.told[-2:], self.plan.islands
         whole = [found > self.quiet and count == all_there and written for found, _, count, written, _ in told]
         is_quiet = self.happened == len(self.plan.events) and whole == [True, True]
         (self.together.add if is_quiet else self.together.discard)(books.process.island)
-        if len(self.together) == all_there and step >= EXCHANGES:
+        # Steps, too: torchft tells an island how many exchanges there were before that gets a state of those.
+        is_long = books.manager.step >= EXCHANGES and books.opt.steps >= EXCHANGES * H
+        if len(self.together) == all_there and is_long:
             self.loss = float((flat(books.agreed)[: flat(books.params).numel()] - 1.0).square().mean())
             self.end(
                 ""
@@ -160,7 +162,10 @@ class World(Scheduler):
     def ended(self, process: Process, error: BaseException) -> None:
         """Hear that a process has ended by an exception."""
         self.tell(process, f"ends by {type(error).__name__}: {error}")
-        if not isinstance(error, PeerLost | TimeoutError | OSError) or not self.judge.is_touched(process):
+        if (
+            not isinstance(error, PeerLost | TimeoutError | OSError)
+            or self.judge.touched[process.island] <= process.born
+        ):
             self.end(f"{process} ends by " + "".join(traceback.format_exception(error)))
         self.lose(self.islands[process.island], [process])
 
@@ -232,13 +237,13 @@ def run(plan: Plan) -> Result:
     world, logger = World(plan), logging.getLogger("fn")
 
     def heard(record: logging.LogRecord) -> bool:  # what the library logs is part of the story, and for nobody else
-        if world.here is not None:
-            world.tell(world.here.process, record.getMessage())
+        world.tell(world.here.process, record.getMessage())
         return False
 
     logger.addFilter(heard)
     try:
-        world.go()
+        world.pass_on()
+        world.left.acquire()  # until all threads have ended
     finally:
         logger.removeFilter(heard)
     found = len(world.judge.exchanges), world.happened, world.judge.heals, world.loss, world.now
