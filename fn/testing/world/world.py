@@ -205,7 +205,8 @@ class World(Scheduler):
         self.happened, self.quiet = self.happened + 1, max(self.quiet, end)
         self.tell(f"island {island}", f"{kind} ({seconds:.1f} s, {other})")
         self.judge.disturbed.append((self.now, end + 1.0))
-        until = end if kind in LASTING else self.now + 0.01
+        # Who was stopped may end what it was in behind it, alone.
+        until = end + 0.1 if kind in LASTING else self.now + 0.01
         for i in range(self.plan.islands) if kind in LASTING[1:] else [island]:
             self.judge.touched[i] = max(self.judge.touched[i], until)
         if kind == "kill in an exchange":
