@@ -161,8 +161,11 @@ class Digits(nn.Module):
 
 
 @cache
-def digits() -> Task:
-    """Train a convolutional network on scikit-learn's handwritten digits, 15 % held out for rates, 25 % for tables."""
+def digits(batch: int = 64) -> Task:
+    """Train a convolutional network on scikit-learn's handwritten digits, 15 % held out for rates, 25 % for tables.
+
+    Args: batch: images in a step, of all workers.
+    """
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -183,7 +186,7 @@ def digits() -> Task:
         generator = torch.Generator().manual_seed(seed)
 
         def draw() -> Batch:
-            places = torch.randint(end, (workers, 64 // workers), generator=generator)
+            places = torch.randint(end, (workers, batch // workers), generator=generator)
             return x[places], y[places]
 
         return draw
