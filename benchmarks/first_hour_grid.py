@@ -239,17 +239,18 @@ def main() -> None:
     add("--show", action="store_true", help="take no runs")
     args = parser.parse_args()
     found = Found(atlas.read(args.json), atlas.read(args.base))
+    seconds = math.fsum(row["core_seconds"] for row in found.rows)
     with tqdm(desc="runs", disable=args.show) as bar:
-        while not args.show and (run := next(found.missing(), None)):
-            hours = math.fsum(row["core_seconds"] for row in found.rows) / 3600
-            if hours > args.hours:
-                break
+        while not args.show and seconds < 3600 * args.hours and (run := next(found.missing(), None)):
             start = time.process_time()
             row = first_hour.take(*run, METHODS[run[0].method])
             found.rows.append({**row, "core_seconds": round(time.process_time() - start, 1)})
+            seconds += found.rows[-1]["core_seconds"]
             lines = ",\n".join(map(json.dumps, found.rows))
-            facts = {**about(), "core_hours": round(hours, 2)}
-            args.json.write_text(f'{{"about": {json.dumps(facts)},\n"rows": [\n{lines}\n]}}\n')
+            facts = json.dumps({**about(), "minutes": round(seconds / 60, 1)})  # of one core, of all runs
+            part = args.json.with_suffix(".part")  # so that the file is whole at any time
+            part.write_text(f'{{"about": {facts},\n"rows": [\n{lines}\n]}}\n')
+            part.replace(args.json)
             bar.set_postfix_str(f"{row['task']}, {row['method']}")
             bar.update()
     print(table(found))

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import against, bytes_of_logs, first_hour, follow, published, unlike_islands
+from benchmarks import against, bytes_of_logs, first_hour, first_hour_grid, follow, published, unlike_islands
 from benchmarks.atlas import (
     as_it_comes,
     choices,
@@ -145,6 +145,12 @@ def of_file(name: str, table: Callable[[dict[str, Any]], str], folder: str = LIN
     return f"{NOT_YET}: `python {folder}{name}`" if found is None else table(found)
 
 
+def cells_of_first_hour(found: dict[str, Any]) -> str:
+    """Return where the figures of the first hour's grid come from, and its table."""
+    base = atlas.read(RESULTS / "first_hour.json")
+    return f"{described(found['about'])}\n\n{first_hour_grid.table(first_hour_grid.Found(found['rows'], base))}"
+
+
 def headline() -> str:
     """Return what the README says of slow links."""
     found = result("slow_link")
@@ -170,6 +176,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
         yield name, partial(of_file, name, lambda found, table=table: table.table(found["rows"]), ATLAS)
     yield "as_it_comes", partial(of_file, "as_it_comes", lambda found: as_it_comes.table(found["rows"]), ATLAS)
     yield "lost", partial(of_file, "lost", lambda found: f"{described(found['about'])}\n\n{lost.table(found)}", ATLAS)
+    yield "first_hour_grid", partial(of_file, "first_hour_grid", cells_of_first_hour, "-m benchmarks.")
     yield "late_losses", late.report
     yield "max_step", partial(max_step.table, json.loads((RESULTS / "max_step.json").read_text()))
     for name in MEASUREMENTS:
