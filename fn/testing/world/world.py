@@ -151,11 +151,8 @@ class World(Scheduler):
         is_long = books.manager.step >= EXCHANGES and books.opt.steps >= EXCHANGES * H
         if len(self.together) == all_there and is_long:
             self.loss = float((flat(books.agreed)[: flat(books.params).numel()] - 1.0).square().mean())
-            self.end(
-                ""
-                if self.loss <= LARGEST.get(self.plan.method, 0.6)
-                else f"the loss is {self.loss:.3f}, more than ever without faults"
-            )
+            self.judge.check(self.loss <= LARGEST.get(self.plan.method, 0.6), "the loss is more than without faults")
+            self.end()
         elif self.now > LAST:
             self.end(f"not all islands are together after {LAST:.0f} s")
 
