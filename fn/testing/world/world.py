@@ -62,8 +62,8 @@ class Result(NamedTuple):
 class World(Scheduler):
     """Islands and all that is around them.
 
-    islands: the processes of each, in its present life. saved: checkpoints, whole once all ranks have saved. slow, full_disk: island ->
-    until when. together: islands that have been in two whole exchanges since it is quiet.
+    islands: the processes of each, in its present life. saved: checkpoints, whole once all ranks have saved. slow,
+    full_disk: island -> until when. together: islands that have been in two whole exchanges since it is quiet.
     """
 
     def __init__(self, plan: Plan):
