@@ -62,15 +62,15 @@ class Result(NamedTuple):
 class World(Scheduler):
     """Islands and all that is around them.
 
-    islands: the processes of each, in its present life. saved: the checkpoint of each rank. slow, full_disk: island ->
-    until when. together: islands that have been in two whole exchanges since it is quiet.
+    islands: the processes of each, in its present life. saved: checkpoints, whole once all ranks have saved. slow,
+    full_disk: island -> until when. together: islands that have been in two whole exchanges since it is quiet.
     """
 
     def __init__(self, plan: Plan):
         super().__init__(plan.seed)
         self.plan, self.network, self.islands = plan, Network(self), dict[int, list[Process]]()
         self.lighthouse, self.judge = Lighthouse(self.network), Judge(self, plan, self.network.unsure)
-        self.meetings, self.saved = dict[Any, Any](), dict[tuple[int, int], dict[str, Tensor]]()
+        self.meetings, self.saved = dict[Any, Any](), defaultdict[Any, dict[int, dict[str, Tensor]]](dict)
         self.slow, self.full_disk = defaultdict[int, float](float), defaultdict[int, float](float)
         self.quiet, self.happened, self.loss, self.together = 0.0, 0, inf, set[int]()
         for island in range(plan.islands):
@@ -106,8 +106,9 @@ class World(Scheduler):
         books = self.judge.books[process] = Books(process, manager, opt, factor)
         opt.row, opt.background = f"row {island * plan.unlike % 2}", plan.delay and Background(self, process)
         try:
-            if (island, rank) in self.saved:
-                opt.load_state_dict(self.saved[island, rank])
+            whole = [states for key, states in self.saved.items() if key[0] == island and len(states) == plan.ranks]
+            if whole:
+                opt.load_state_dict(whole[-1][rank])
                 self.judge.loaded(books, is_copy=False)
                 # The schedule says when the last exchange was, and a state dict nothing of one that was dropped.
                 books.steps = 0 if plan.counts_tokens else opt.steps - opt.sent
@@ -139,7 +140,8 @@ class World(Scheduler):
         if self.plan.saves and opt.steps % self.plan.saves == 0:
             if self.full_disk[process.island] > self.now:
                 raise OSError("No space left on device")
-            self.saved[process.island, process.rank] = {k: x.clone() for k, x in opt.state_dict().items()}
+            states = self.saved[process.island, process.born, opt.steps]
+            states[process.rank] = {k: x.clone() for k, x in opt.state_dict().items()}
 
     def see(self, books: Books) -> None:
         """End the run once all islands have been in two whole exchanges behind all faults."""
@@ -151,11 +153,8 @@ class World(Scheduler):
         is_long = books.manager.step >= EXCHANGES and books.opt.steps >= EXCHANGES * H
         if len(self.together) == all_there and is_long:
             self.loss = float((flat(books.agreed)[: flat(books.params).numel()] - 1.0).square().mean())
-            self.end(
-                ""
-                if self.loss <= LARGEST.get(self.plan.method, 0.6)
-                else f"the loss is {self.loss:.3f}, more than ever without faults"
-            )
+            self.judge.check(self.loss <= LARGEST.get(self.plan.method, 0.6), "the loss is more than without faults")
+            self.end()
         elif self.now > LAST:
             self.end(f"not all islands are together after {LAST:.0f} s")
 
