@@ -15,6 +15,7 @@ from fn.base import Round, Transform
 from fn.testing.world.plan import Plan
 from fn.testing.world.quorum import MEETING, PATIENCE, Manager
 from fn.testing.world.scheduler import Process, Scheduler
+from fn.transforms.outer import OuterState
 
 QUICK, SLOW, LONG = 3.0, MEETING + 4 * PATIENCE, 100.0
 """Seconds that an exchange may take from its quorum on, while nothing happens and at any time, and a quorum itself."""
@@ -53,8 +54,9 @@ class Books:
     def __init__(self, process: Process, manager: Manager, opt: Any, factor: float):
         self.process, self.manager, self.opt, self.factor = process, manager, opt, factor
         state = opt.units[0].state
-        self.params, anchor = tree.leaves(opt.units[0].params), roles.find(state, "copies")[0]
-        self.agreed = tree.leaves([anchor, tree.fields(state, "outer")])  # which stay in their memory
+        self.params = tree.leaves(opt.units[0].params)
+        # They stay in their memory.
+        self.agreed = tree.leaves([(of.anchor, of.outer) for of in tree.instances(state, OuterState)])
         self.owed, self.begun = dict[int, Tensor](), dict[int, tuple[Tensor, int]]()
         self.steps, self.uncounted, self.looked, self.synced = 0, 0, 0, -inf
         self.serial, self.here, self.healed = -1, bits(self.agreed), False
