@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("torchft"), reason="torchft is not installed: make torchft-test"),
 ]
 
-SCALES = 5, 3, 2, 1
+SCALES = 5, 4, 3, 2, 1
 """How many times faster than the world's clock lighthouses are: the next one, where a machine is too busy."""
 
 TOGETHER = 50
