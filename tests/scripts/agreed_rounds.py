@@ -87,11 +87,13 @@ def main(what: str, path: str) -> None:
         torch.save(logs, path)
         return
     logs = torch.load(path)
-    found = [
-        {name: exchanges(name, fn.replayed({"islands": 2}, steps.__getitem__), row) for name, steps in logs.items()}
-        for row in (agreed_row, nullcontext)
-    ]
-    print(json.dumps(found))
+    found = {
+        kind: {
+            name: exchanges(name, fn.replayed({"islands": 2}, steps.__getitem__), row) for name, steps in logs.items()
+        }
+        for kind, row in (("agreed", agreed_row), ("own", nullcontext))
+    }
+    print(json.dumps({"torch": torch.__version__, **found}))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from fn.inplace import sharded, zero_one_adam
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
 from fn.kernels import flags, foreach, known_answers, tracing
+from fn.kernels.table import agreed_row
 from fn.transforms import outer, skip_nonfinite
 from fn.transforms import sharded as pure_sharded
 
@@ -97,10 +98,14 @@ def step(update: Any, staged: bool, grads: list[Any], state: Any, params: list[A
 
 
 def rounds(device: torch.device) -> tuple[int, int]:
-    """Take rounds, also with an anchor in the memory of the host; return how many steps took place, and did not."""
+    """Take rounds, also in the agreed row and with an anchor in the memory of the host.
+
+    Returns: how many steps took place, and how many did not.
+    """
     for module in (flags, outer, skip_nonfinite):  # no number is asked for: this is the longer way
         vars(module)["is_concrete"] = lambda *tensors: False
-    cases = [(store, when) for store in (None, "cpu") for when in (fn.Phase.WARMUP, fn.Round(), fn.Round(0, 0))]
+    whens = (fn.Phase.WARMUP, fn.Round(), fn.Round(0, 0))
+    cases = [(store, when, agreed) for store in (None, "cpu") for when in whens for agreed in (False, True)]
 
     def moved(state: Any, store: str | None) -> Any:
         def at(place: Any) -> Any:
@@ -115,8 +120,8 @@ def rounds(device: torch.device) -> tuple[int, int]:
         return tree.replace(guard, fn.OuterState, own)
 
     steps = 0
-    for store, when in cases:
-        with echo():
+    for store, when, agreed in cases:
+        with echo(), agreed_row(agreed):
             inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(1e-3))
             outer_tx = fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))
             link = fn.outer(inner, outer_tx, fn.compressed_average("data", fn.int8()), alpha=0.5, store=store)
@@ -128,7 +133,7 @@ def rounds(device: torch.device) -> tuple[int, int]:
                     step(tx.update(when), False, [torch.empty_like(p) for p in params], moved(state, store), params)
                     steps += 1
                 except Exception:
-                    print("diloco", store, when)
+                    print("diloco", store, when, agreed)
                     traceback.print_exc(limit=-8, file=sys.stdout)
     return steps, len(cases) - steps
 

@@ -24,7 +24,7 @@ LIGHTHOUSE = -1
 class Network:
     """The links. cuts: (begin, end, the islands of one part).
 
-    fuses: what happens where a process sends to other islands. unsure: who did not hear that an exchange had come
+    fuses: what happens where a process reaches out to other islands. unsure: who did not hear that an exchange had come
     everywhere, when another did: no protocol can prevent that. Only of a message of a single number that is nobody's
     fault; what carries more is followed by one.
     """
@@ -38,6 +38,10 @@ class Network:
         for begin, end, side in sorted(self.cuts, key=lambda cut: cut[:2]):
             time = end if begin <= time < end and (a in side) != (b in side) else time
         return time
+
+    def reach_out(self, process: Process) -> None:
+        """Note that a process meets other islands now, or sends to them."""
+        self.fuses.get(process, lambda: None)()
 
     def arrival(self, a: int, b: int, size: int = 0) -> float:
         """Return when a message of so many bytes arrives that leaves now."""
@@ -78,7 +82,7 @@ class Ring:
         call = self.calls.setdefault(number, {})
         call[me] = kind, [x.clone() for x in rows], arrives
         if self.members[0].island != self.members[-1].island:
-            self.network.fuses.get(self.members[me], lambda: None)()
+            self.network.reach_out(self.members[me])
         self.world.pause(lambda: self.until(number, me)[0], f"{kind} {number}", self.limit)
         time, came = self.until(number, me)
         if not came or time > self.world.now:

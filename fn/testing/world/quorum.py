@@ -189,6 +189,7 @@ class Manager:
         arrival = max(network.arrival(self.process.island, other.island) for other in came.values())
         if len(came) == size:
             self.meetings[key] = Ring(network, [came[r] for r in range(size)], PATIENCE)
+        network.reach_out(self.process)
         there = lambda: arrival if isinstance(self.meetings[key], Ring) else inf  # noqa: E731
         if not self.world.pause(there, "the islands of a quorum", MEETING):
             raise RuntimeError("Timed out meeting the islands of a quorum")

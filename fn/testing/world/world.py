@@ -11,7 +11,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fn.adapters.torchft.islands import group_of, optimizer
 from fn.adapters.torchft.pace import Goodput
@@ -70,7 +70,7 @@ class World(Scheduler):
         super().__init__(plan.seed)
         self.plan, self.network, self.islands = plan, Network(self), dict[int, list[Process]]()
         self.lighthouse, self.judge = Lighthouse(self.network), Judge(self, plan, self.network.unsure)
-        self.meetings, self.saved = dict[Any, Any](), defaultdict[Any, dict[int, dict[str, Tensor]]](dict)
+        self.meetings, self.saved = dict[Any, Any](), defaultdict[Any, dict[int, Any]](dict)
         self.slow, self.full_disk = defaultdict[int, float](float), defaultdict[int, float](float)
         self.quiet, self.happened, self.loss, self.together = 0.0, 0, inf, set[int]()
         for island in range(plan.islands):
@@ -93,7 +93,7 @@ class World(Scheduler):
         params = [nn.Parameter(torch.randn(s, generator=draw, dtype=torch.float32, device="cpu")) for s in SHAPES]
         manager, factor = Manager(server, process, self.meetings), 1.0 + island * plan.counts_tokens
         number = torch.tensor(rank, dtype=torch.int64, device="cpu")
-        inside = Axis(plan.ranks, number, register(f"{process} of {process.born}", within(ring, rank)))
+        inside = Axis(plan.ranks, number, register(str(process), within(ring, rank)))
 
         def tokens() -> float:
             new, books.uncounted = books.uncounted, 0
@@ -108,7 +108,10 @@ class World(Scheduler):
         try:
             whole = [states for key, states in self.saved.items() if key[0] == island and len(states) == plan.ranks]
             if whole:
-                opt.load_state_dict(whole[-1][rank])
+                tensors, saved = whole[-1][rank]
+                for p, x in zip(params, tensors, strict=True):
+                    p.copy_(x)
+                opt.load_state_dict(saved)
                 self.judge.loaded(books, is_copy=False)
                 # The schedule says when the last exchange was, and a state dict nothing of one that was dropped.
                 books.steps = 0 if plan.counts_tokens else opt.steps - opt.sent
@@ -125,6 +128,7 @@ class World(Scheduler):
                 self.see(books)
         finally:
             opt.pace.goodput = Goodput()  # or it would say so whenever it is collected
+            manager.group.ring = None  # or the names of transports would keep this world
 
     def gradients(self, params: list[nn.Parameter], step: int, rank: int, ring: Ring) -> None:
         """Set the gradients of a quadratic, with noise, in the mean over the ranks of the island."""
@@ -141,7 +145,8 @@ class World(Scheduler):
             if self.full_disk[process.island] > self.now:
                 raise OSError("No space left on device")
             states = self.saved[process.island, process.born, opt.steps]
-            states[process.rank] = {k: x.clone() for k, x in opt.state_dict().items()}
+            params = [p.clone() for p in self.judge.books[process].params]
+            states[process.rank] = params, {k: x.clone() for k, x in opt.state_dict().items()}
 
     def see(self, books: Books) -> None:
         """End the run once all islands have been in two whole exchanges behind all faults."""
@@ -153,7 +158,7 @@ class World(Scheduler):
         is_long = books.manager.step >= EXCHANGES and books.opt.steps >= EXCHANGES * H
         if len(self.together) == all_there and is_long:
             self.loss = float((flat(books.agreed)[: flat(books.params).numel()] - 1.0).square().mean())
-            self.judge.check(self.loss <= LARGEST.get(self.plan.method, 0.6), "the loss is more than without faults")
+            self.judge.check(self.loss <= LARGEST.get(self.plan.method, 0.3), "the loss is more than without faults")
             self.end()
         elif self.now > LAST:
             self.end(f"not all islands are together after {LAST:.0f} s")
@@ -189,15 +194,17 @@ class World(Scheduler):
         self.at(self.now + self.draw.uniform(0.05, 1.0), partial(end, processes))
         self.at(self.now + self.draw.uniform(1.5, 6.0), again)
 
-    def burn(self, processes: list[Process], messages: Iterator[int]) -> None:
-        """End an island behind some messages, while the last one is on its way."""
+    def burn(self, processes: list[Process], lost: list[Process], messages: Iterator[int]) -> None:
+        """End ranks of an island behind some messages, while the last one is on its way."""
         if next(messages, 1) == 0:
-            self.at(self.now + 0.3 * self.draw.random(), partial(self.lose, processes, processes))
+            travels = self.draw.choice((0.05, 0.3)) * self.draw.random()  # as small messages do, and large ones
+            self.at(self.now + travels, partial(self.lose, processes, lost))
 
     def happen(self, event: Event) -> None:
         """Let a fault happen; later, if its island is lost now."""
         _, kind, island, seconds, other = event
         processes, end = self.islands[island], self.now + seconds
+        one = processes[other % len(processes)]
         if any(process.ended < inf for process in processes):
             self.at(self.now + 2.0, partial(self.happen, event))
             return
@@ -209,13 +216,12 @@ class World(Scheduler):
         for i in range(self.plan.islands) if kind in LASTING[1:] else [island]:
             self.judge.touched[i] = max(self.judge.touched[i], until)
         if kind == "kill in an exchange":
-            self.network.fuses[processes[other % len(processes)]] = partial(
-                self.burn, processes, iter(range(other, -1, -1))
-            )
+            lost = processes if other % 3 else [one]
+            self.network.fuses[one] = partial(self.burn, processes, lost, iter(range(other, -1, -1)))
         elif kind in KILLS:
-            self.lose(processes, processes if kind == "kill" else [processes[other % len(processes)]])
+            self.lose(processes, processes if kind == "kill" else [one])
         elif kind == "stop":
-            processes[other % len(processes)].rests = end
+            one.rests = end
         elif kind == "cut":
             self.network.cuts.append((self.now, end, frozenset({island, (island + other) % self.plan.islands})))
         elif kind == "lighthouse":
