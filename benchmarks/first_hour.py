@@ -40,7 +40,7 @@ from train_lm import Transformer
 import fn
 from benchmarks.atlas import tasks as atlas
 from benchmarks.atlas.methods import Method, first, freeze, never, rounds, seldom
-from benchmarks.atlas.paired import difference, rate_at, search
+from benchmarks.atlas.paired import Difference, difference, rate_at, search
 from benchmarks.atlas.summary import by_seed
 from benchmarks.atlas.summary import runs as runs_of
 from benchmarks.atlas.tasks import SMALL, Batch, Digits, Params, Score, Task
@@ -276,6 +276,22 @@ def missing(rows: Rows, tables: Sequence[tuple[str, int]], methods: Sequence[str
     return [run for run in wanted if run not in done]
 
 
+def scores(rows: Rows, task: str, batch: int, method: str, lr: float | None) -> dict[int, float]:
+    """Return what the table shows of runs, by seed."""
+    own = runs_of(rows, task=task, batch=batch, method=method, lr=lr)
+    return by_seed([row for row in own if row["seed"] != TUNED_ON], TASKS[task].score)
+
+
+def gap(rows: Rows, task: str, batch: int, method: str, lr: float | None) -> Difference | None:
+    """Return how far a method at a rate is from AdamW; None where fewer than two seeds have both.
+
+    From AdamW at the same rate, where that is the default of both, else at AdamW's best.
+    """
+    same = method in LIKE_ADAM and lr == default_rate(method)
+    rival = default_rate(BASE) if same else tuned_rate(rows, task, batch)[0]
+    return difference(scores(rows, task, batch, method, lr), scores(rows, task, batch, BASE, rival))
+
+
 def table(found: Mapping[str, Any], size: int = 0) -> str:
     """Return each method's distance to AdamW, at both rates. What is beyond a bound is bold.
 
@@ -286,28 +302,22 @@ def table(found: Mapping[str, Any], size: int = 0) -> str:
     lines = {name: [name, f"{default_rate(name):g}"] for name in METHODS if name in trained}
     head = ["method", "default rate"]
     for task in dict.fromkeys(row["task"] for row in rows):
-        setting, batch = TASKS[task], TASKS[task].batches[size]
+        bound, batch = TASKS[task].bound, TASKS[task].batches[size]
         base, _ = tuned_rate(rows, task, batch)
         head += [f"{task}, {batch} a step", "recommended rate"]
-
-        def scores(method: str, lr: float | None) -> dict[int, float]:
-            own = runs_of(rows, task=task, batch=batch, method=method, lr=lr)  # noqa: B023
-            return by_seed([row for row in own if row["seed"] != TUNED_ON], setting.score)  # noqa: B023
-
         for method, cells in lines.items():
             default, recommended = default_rate(method), None if base is None else recommended_rate(method, base)
             for lr, at in ((default, ""), (recommended, f" at {recommended:g}" if recommended is not None else "")):
-                own = scores(method, lr)
                 if at and recommended == default:
                     cells.append("same")
                     continue
                 if method == BASE:
+                    own = scores(rows, task, batch, method, lr)
                     cells.append(f"{math.fsum(own.values()) / len(own):.3f}{at}" if own else "")
                     continue
-                rival = default_rate(BASE) if method in LIKE_ADAM and lr == default else base
-                gap = difference(own, scores(BASE, rival))
-                bad = gap is not None and not (gap.mean - setting.bound) * math.copysign(1, setting.bound) <= 0
-                cells.append("" if gap is None else f"{'**' * bad}{gap:.3f}{'**' * bad}{at}")
+                off = gap(rows, task, batch, method, lr)
+                bad = off is not None and not (off.mean - bound) * math.copysign(1, bound) <= 0
+                cells.append("" if off is None else f"{'**' * bad}{off:.3f}{'**' * bad}{at}")
     return markdown(" | ".join(head), list(lines.values()))
 
 
