@@ -1,9 +1,10 @@
-"""1-bit Adam's first hour, cell by cell: the decay of its second moment, blocks of signs, and when it freezes.
+"""1-bit Adam's first hour, cell by cell: decay of the second moment, blocks of signs, freeze, and clamp of the step.
 
     OMP_NUM_THREADS=1 python -m benchmarks.first_hour_grid --json benchmarks/results/first_hour_grid.json
 
-A cell is `fn.onebit_adam` as it comes but for b2, `sign(block=)` and the share of the run before the freeze. b2 "rule"
-needs no schedule: b2_t = min(0.999, 1 - 2 / (t + 1)) in the t-th step of the warm-up. The rival is `fn.adamw` as it
+A cell is `fn.onebit_adam` as it comes but for b2, `sign(block=)` and the share of the run before the freeze; some have
+another `max_step`, too. b2 "rule" needs no schedule: b2_t = min(0.999, 1 - 2 / (t + 1)) in the t-th step of the
+warm-up. The rival is `fn.adamw` as it
 comes, at the same rate and seed, at 0.001 and at AdamW's best rate; its runs are `first_hour`'s. Three tasks: both
 texts and plain digits, each with two batches.
 
@@ -54,21 +55,27 @@ class Cell(NamedTuple):
     b2: float | str
     block: int | None
     share: float | None
+    max_step: float = 1.0
 
     def of(self, method: str) -> str:
         """Return the name of a method with this cell's settings."""
         settings = f"{method}, b2 {self.b2}, block {str(self.block).lower()}"
-        return settings if self.share is None else f"{settings}, frozen at {self.share}"
+        settings += "" if self.share is None else f", frozen at {self.share}"
+        return settings if self.max_step == 1.0 else f"{settings}, max_step {self.max_step}"
 
 
 B2S: tuple[float | str, ...] = (RULE, 0.95, 0.98, 0.999)
 BLOCKS = (64, None, 128, 256)
 SHARES = (0.2, 0.1, 0.5)
+LOOSE = 3.0
 ALL = [Cell(*cell) for cell in product(B2S, BLOCKS, SHARES)]
+ALL += [Cell(*cell, LOOSE) for cell in product((0.95, 0.999), (64, None), SHARES)]
 
 
 def late(cell: Cell) -> int:
     """Return how late a cell's turn is: those with more of what lists begin with are first."""
+    if cell.max_step == LOOSE and cell.block == BLOCKS[0]:
+        return 0
     return B2S.index(cell.b2) // 2 + BLOCKS.index(cell.block) // 2 + int(cell.share != SHARES[0])
 
 
@@ -117,6 +124,8 @@ def by_rule(make: Callable[..., fn.Transform], corrected: bool) -> fn.Transform:
 def make_cell(cell: Cell, make: Callable[..., fn.Transform], lr: Any, axis: str) -> fn.Transform:
     """Return a method of `fn` with a cell's b2 and block."""
     own = partial(make, lr, axis=axis, codec=fn.sign(cell.block))
+    if cell.max_step != 1.0:
+        own = partial(own, max_step=cell.max_step)
     return by_rule(own, corrected=make is not fn.onebit_lamb) if cell.b2 == RULE else own(b2=cell.b2)
 
 
@@ -137,6 +146,7 @@ OTHERS = {
 
 def method_of(name: str, cell: Cell) -> tuple[str, Method]:
     """Return a method with a cell's settings, and its name."""
+    cell = cell._replace(max_step=1.0) if name == "onebit_lamb" else cell  # whose steps have another clamp
     own = first_hour.METHODS[name]._replace(make=partial(make_cell, cell, first_hour.named(name)))
     if (schedule := {MAIN: freeze, **OTHERS}[name]) is None or cell.share is None:
         return cell._replace(share=None).of(name), own
