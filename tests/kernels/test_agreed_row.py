@@ -17,7 +17,8 @@ import torch
 from fn.kernels import lists, rules
 from fn.kernels.table import agreed_row, table
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "agreed_rounds.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "agreed_rounds.py"
 CAPABILITY = torch.backends.cpu.get_cpu_capability().lower()
 MACHINES = (("default", 1), (CAPABILITY, 2))
 """Sets of instructions of torch on a CPU, and numbers of threads."""
@@ -27,9 +28,9 @@ OTHER = os.environ.get("FN_OTHER_PYTHON", "")
 
 
 def run(*arguments: str, capability: str = CAPABILITY, threads: int = 1, program: str = sys.executable) -> str:
-    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": str(threads)}
+    here = {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [program, str(SCRIPT), *arguments], env=env, capture_output=True, text=True, timeout=ranks.LIMIT
+        [program, str(SCRIPT), *arguments], env={**os.environ, **here}, capture_output=True, text=True, timeout=ranks.LIMIT
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
