@@ -30,7 +30,11 @@ OTHER = os.environ.get("FN_OTHER_PYTHON", "")
 def run(*arguments: str, capability: str = CAPABILITY, threads: int = 1, program: str = sys.executable) -> str:
     here = {"ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [program, str(SCRIPT), *arguments], env={**os.environ, **here}, capture_output=True, text=True, timeout=ranks.LIMIT
+        [program, str(SCRIPT), *arguments],
+        env={**os.environ, **here},
+        capture_output=True,
+        text=True,
+        timeout=ranks.LIMIT,
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
