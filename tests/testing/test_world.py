@@ -124,7 +124,7 @@ def lets_ranks_count_apart(monkeypatch: Any) -> None:
 AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
 """The second message of the first quorum is on its way: it says who is behind."""
 
-BEHIND_NOBODY = (Event(8.0, "cut", 0, 8.0, 0), Event(17.27, "kill", 1, 1.0, 0))
+BEHIND_NOBODY = (Event(8.0, "cut", 0, 8.0, 0), Event(16.47, "kill", 1, 1.0, 0))
 """Who was cut off hears that it is behind, and the other island is lost before it sends its state."""
 
 
@@ -134,7 +134,7 @@ def votes_twice(monkeypatch: Any) -> None:
 
 PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (keeps_errors, drawn(0)),
-    (forgets_what_was_dropped, drawn(17)),
+    (forgets_what_was_dropped, drawn(24)),
     (lands_alone, drawn(40)),
     (heals_from_another, drawn(0)),
     (begins_cold, drawn(0)),
@@ -143,7 +143,7 @@ PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (counts_exchanges_only, drawn(245)),
     (counts_from_before_it_was_healed, drawn(1852)),
     (lets_ranks_count_apart, drawn(387)),
-    (votes_twice, drawn(319)._replace(events=BEHIND_NOBODY)),
+    (votes_twice, drawn(367)._replace(events=BEHIND_NOBODY)),
     (believes_that_all_ranks_are_at_one_place, drawn(33)._replace(events=(AT_THE_START,))),
 ]
 """What makes the adapter wrong, and a plan that finds it."""

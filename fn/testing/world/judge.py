@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import Round, Transform
+from fn.base import Phase, Round, Transform
 from fn.testing.world.plan import Plan
 from fn.testing.world.quorum import MEETING, PATIENCE, Manager
 from fn.testing.world.scheduler import Process, Scheduler
@@ -172,6 +172,8 @@ class Judge:
             self.check(books.here == before or books.healed, f"{process} has moved its anchor and wrote no exchange")
         if books.entry is not None and books.serial in serials:
             self.settle(books, books.entry)
+        if opt.now is Phase.WARMUP:  # whose steps are everybody's
+            books.steps = 0
         life = process.island, process.born, opt.steps, books.looked
         self.compare(life, books, bits(books.params), f"step {opt.steps}")
         books.healed, books.entry = False, books.entry if opt.flying else None

@@ -46,7 +46,8 @@ class Plan(NamedTuple):
     """What happens in a run.
 
     seconds: of a round of `fn.every_seconds`; 0: they have `H` steps. pace: each island's seconds a step. saves: steps
-    from one checkpoint to the next; 0: there is none. unlike: whether islands say that they have other kernels.
+    from one checkpoint to the next; 0: there is none. unlike: whether islands say that they have other kernels. warm:
+    steps of the warm-up.
     """
 
     seed: int
@@ -60,14 +61,15 @@ class Plan(NamedTuple):
     counts_tokens: bool
     unlike: bool
     saves: int
+    warm: int
     events: tuple[Event, ...]
 
     @property
     def schedule(self) -> Schedule:
         """Return the schedule of an island, a new one."""
-        return (
-            fn.every_seconds(self.seconds) if self.seconds else fn.every(H, fragments=self.fragments, delay=self.delay)
-        )
+        if self.seconds:
+            return fn.every_seconds(self.seconds)
+        return fn.every(H, fragments=self.fragments, delay=self.delay, start=self.warm)
 
     @property
     def make(self) -> Callable[..., Any]:
@@ -76,7 +78,7 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         schedule = f"each {self.seconds:.1f} s" if self.seconds else f"{self.fragments} fragments, delay {self.delay}"
-        more = [name for name in ("counts_tokens", "unlike", "saves") if getattr(self, name)]
+        more = [name for name in ("counts_tokens", "unlike", "saves", "warm") if getattr(self, name)]
         return ", ".join([f"{self.islands} islands of {self.ranks} ranks", self.method, schedule, *more])
 
 
@@ -97,5 +99,7 @@ def drawn(seed: int) -> Plan:
         time += draw.uniform(0.5, 8.0)
         lasts = draw.choice([draw.uniform(0.5, 4.0), draw.uniform(4.0, 20.0)])
         events.append(Event(time, kind, draw.randrange(islands), lasts, draw.randrange(12)))
-    flags = draw.random() < 0.5, draw.random() < 0.25, draw.choice([0, 4, 9])
+    counts_tokens, unlike, saves = draw.random() < 0.5, draw.random() < 0.25, draw.choice([0, 4, 9])
+    warm = 0 if seconds or unlike else draw.choice([0, 0, 10])  # unlike islands have no warm-up
+    flags = counts_tokens, unlike, saves, warm
     return Plan(seed, islands, 1 + seed % 2, method, fragments, delay, seconds, pace, *flags, tuple(events))
