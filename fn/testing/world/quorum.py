@@ -159,7 +159,7 @@ class Manager:
         self.error, place = None, self.process.rank
         self.asked += 1
         self.present = self.server.quorum(self.asked - 1, Member(self.server, self.step, self.failures))
-        self.found, (number, _, _, members) = self.world.now, self.present
+        self.found, (number, serial, _, members) = self.world.now, self.present
         self.rank = [member.server for member in members].index(self.server)
         latest = max(member.step for member in members)
         first = [member.server for member in members if member.step == latest]
@@ -167,7 +167,7 @@ class Manager:
             self.number = number
             self.group.abort()
             try:
-                self.meet((first[place % len(first)], self.server.lighthouse.down, number, place), len(members))
+                self.meet((serial, place), len(members))
             except RuntimeError as error:
                 self.report_error(error)
                 return
