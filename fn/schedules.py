@@ -101,7 +101,8 @@ def zero_one_schedule(
 
     Until var_freeze_step: a variance step (WARMUP) every k-th step, where k doubles after var_update_scaler of them;
     the steps in between synchronise (COMPRESSED). From then on: a synchronising step every k-th step, where k doubles
-    after local_step_scaler steps up to local_step_clipper; the steps in between are LOCAL.
+    after local_step_scaler steps up to local_step_clipper; the steps in between are LOCAL. The defaults are for long
+    runs: the first LOCAL step is number 132,678. `zero_one_adam` says what a short run did with others.
 
         >>> import fn
         >>> schedule = fn.zero_one_schedule(8, var_update_scaler=2, local_step_scaler=6, local_step_clipper=4)

@@ -28,6 +28,9 @@ def lion_vote(
     """Train with Distributed Lion: keep Lion's momentum on each rank, and vote on the sign of the step with one bit.
 
     Take it over slow links where Lion trains, with a low rate and a high decay; for transformers `sign_muon` is better.
+    It is good for bytes and memory, a bit a number from the first step on and one momentum as state, not for AdamW's
+    loss: on a text, 200 steps of a transformer of 35,000 parameters on four ranks, it ended 0.36 to 0.65 nats above
+    `adamw` at its best rate, with two batch sizes, and `sign_muon` 0.33 to 0.38 below.
 
         u_r = b1 m_r + (1 - b1) g_r;   m_r <- b2 m_r + (1 - b2) g_r;   s = majority_r sgn(u_r)
         p <- p - lr (s + weight_decay p)

@@ -30,6 +30,9 @@ def zero_one_adam(
     """Train with 0/1 Adam: update the variance in some steps, synchronise in codes in some, send nothing in the rest.
 
     Take it where even one bit per element in every step is too much, or to leave DeepSpeed; `diloco` sends less still.
+    Give it AdamW's best rate: on a text, 200 steps of a transformer of 35,000 parameters on four ranks, it ended there
+    0.03 nats above `adamw`, and 0.01 below with three times the batch; at 0.001, which is less than AdamW wants, 0.30
+    and 0.33 above `adamw` at 0.001.
 
         variance step:       mu, nu as Adam's, of the mean gradient;  p <- p - lr (mu / (sqrt(nu) + eps) + wd p)
         local step:          mu <- mu + c (g_r - mu);                 p <- p - lr mu / (sqrt(nu) + eps)
@@ -38,6 +41,11 @@ def zero_one_adam(
         >>> import fn
         >>> fn.testing.train(fn.zero_one_adam(0.2, axis="data"), fn.zero_one_schedule(10, 2, 10, 4))
         Loss(before=0.944, after=0.082)
+
+    `zero_one_schedule()` is for long runs: no step before number 132,678 is local. In those 200 steps it sent 3.1 times
+    fewer bytes than AdamW, and `zero_one_schedule(40, 16, 16, 4)`, where 104 steps are local, 6.6 times fewer; but with
+    that it ended 0.12 and 0.18 nats higher at AdamW's best rate. So in a short run go without local steps, unless bytes
+    count more than loss.
 
     In the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), a second moment that is
     frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
 
 import pytest
 
+import fn
 from benchmarks import first_hour
 from benchmarks.atlas import local_rates, max_step, rounds, runs, same_loss
 from benchmarks.atlas.paired import difference
@@ -68,6 +70,76 @@ def test_default_rates_of_local_steps_train_a_small_model() -> None:
         gaps = [own[seed] - adamw[seed] for seed in range(1, 6)]
         assert max(gaps) < 0
         assert sum(gaps) / 5 < -0.1
+
+
+def of_the_first_hour(task: str, method: str, lr: float | None = None) -> list[float]:
+    """Return how far a method's means are from AdamW's with each batch; lr: None is AdamW's best rate."""
+    rows, found = runs.read(RESULTS / "first_hour.json"), []
+    for batch in first_hour.TASKS[task].batches:
+        rate = first_hour.tuned_rate(rows, task, batch)[0] if lr is None else lr
+        gap = first_hour.gap(rows, task, batch, method, rate)
+        assert gap is not None
+        assert len(first_hour.scores(rows, task, batch, method, rate)) == 5
+        found.append(gap.mean)
+    return found
+
+
+def fewer_bytes(method: str) -> str:
+    """Return how many times fewer bytes than AdamW a method sent on the first hour's names."""
+    rows = runs.read(RESULTS / "first_hour.json")
+    adamw, own = (runs_of(rows, task="names", method=name)[-1]["bytes"] for name in ("adamw", method))
+    return f"{adamw / own:.1f} times fewer"
+
+
+def said_of(make: Callable[..., fn.Transform]) -> str:
+    return " ".join((make.__doc__ or "").split())
+
+
+def test_powersgd_says_where_small_matrices_ended_beside_int4() -> None:
+    small, large = of_the_first_hour("names", "powersgd_adamw")
+    said = f"{fewer_bytes('powersgd_adamw')} bytes and ended {small:.2f} and {large:.2f} nats above `adamw`"
+    assert said in said_of(fn.powersgd_adamw)
+    small, large = of_the_first_hour("names", "adamw, int4")
+    said = f"{fewer_bytes('adamw, int4')} bytes and ended {small:.2f} and {large:.2f} above"
+    assert said in said_of(fn.powersgd_adamw)
+
+
+def test_votes_on_lions_step_say_how_far_from_adamw_they_ended() -> None:
+    gap = first_hour.gap(runs.read(RESULTS / "first_hour.json"), "names", 96, "lion_vote", 0.0054)
+    assert gap is not None
+    ended = [*of_the_first_hour("names", "lion_vote", first_hour.default_rate("lion_vote")), gap.mean]
+    assert f"{min(ended):.2f} to {max(ended):.2f} nats above `adamw`" in said_of(fn.lion_vote)
+    small, large = of_the_first_hour("names", "sign_muon", first_hour.default_rate("sign_muon"))
+    assert f"`sign_muon` {-small:.2f} to {-large:.2f} below" in said_of(fn.lion_vote)
+
+
+def test_zero_one_adam_says_what_its_rate_and_its_schedule_do_in_a_short_run() -> None:
+    said = said_of(fn.zero_one_adam)
+    small, large = of_the_first_hour("names", "zero_one_adam")
+    assert f"{small:.2f} nats above `adamw`, and {-large:.2f} below" in said
+    small, large = of_the_first_hour("names", "zero_one_adam", 0.001)
+    assert f"at 0.001, which is less than AdamW wants, {small:.2f} and {large:.2f} above" in said
+    seldom = "zero_one_adam, a short run"
+    assert f"{fewer_bytes('zero_one_adam')} bytes than AdamW" in said
+    assert f"where 104 steps are local, {fewer_bytes(seldom)};" in said
+    costs = [a - b for a, b in zip(*(of_the_first_hour("names", m) for m in (seldom, "zero_one_adam")), strict=True)]
+    assert f"ended {costs[0]:.2f} and {costs[1]:.2f} nats higher at AdamW's best rate" in said
+
+    short, default = fn.zero_one_schedule(40, 16, 16, 4), fn.zero_one_schedule()
+    assert [first_hour.METHODS[seldom].schedule(200)(step) for step in range(200)] == [*map(short, range(200))]
+    assert [*map(short, range(200))].count(fn.Phase.LOCAL) == 104
+    assert fn.Phase.LOCAL not in map(default, range(132_678))
+    assert default(132_678) is fn.Phase.LOCAL
+
+
+def test_onebit_lamb_says_what_its_default_rate_does_on_texts_and_on_images() -> None:
+    said = said_of(fn.onebit_lamb)
+    small, large = of_the_first_hour("names", "onebit_lamb", first_hour.default_rate("onebit_lamb"))
+    assert f"{small:.2f} nats above and {-large:.2f} below" in said
+    lost = {f"{-gap:.2f}" for gap in of_the_first_hour("moved digits", "onebit_lamb", 0.02)}
+    assert [f"lost {each} of accuracy on small images" in said for each in lost] == [True]
+    small, large = of_the_first_hour("moved digits", "onebit_lamb", 0.03)
+    assert f"at 0.03 it lost {-small:.2f} to {-large:.2f} there" in said
 
 
 @pytest.mark.parametrize("method", [f"{name}, max_step={limits[0]}" for name, limits in max_step.LIMITS.items()])
