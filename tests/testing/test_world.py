@@ -121,6 +121,12 @@ def lets_ranks_count_apart(monkeypatch: Any) -> None:
     edited(monkeypatch, islands.Islands, "agreed", "if latest != self.manager.current_step():", "if False:")
 
 
+def moves_on_before_all_ranks_of_an_island_have_come(monkeypatch: Any) -> None:
+    later = "self.sending, self.steps = self.steps, steps"
+    at_once = "self.sent, self.sending = self.sent + self.steps - steps, self.steps"
+    edited(monkeypatch, islands.Islands, "stage", later, at_once)
+
+
 AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
 """The second message of the first quorum is on its way: it says who is behind."""
 
@@ -143,6 +149,7 @@ PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (counts_exchanges_only, drawn(245)),
     (counts_from_before_it_was_healed, drawn(1852)),
     (lets_ranks_count_apart, drawn(387)),
+    (moves_on_before_all_ranks_of_an_island_have_come, drawn(300319)),
     (votes_twice, drawn(367)._replace(events=BEHIND_NOBODY)),
     (believes_that_all_ranks_are_at_one_place, drawn(33)._replace(events=(AT_THE_START,))),
 ]

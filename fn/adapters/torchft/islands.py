@@ -326,6 +326,8 @@ class Islands(Optimizer):
         if came and not all_came:
             group.abort()
             self.drop(RuntimeError("another rank of this island lost it"))
+        if all_came and staged is not None:
+            self.sent, self.steps = self.sent + self.sending - self.steps, self.sending
         if not late:
             written = self.voted(staged if all_came else None, trained)
             self.pace.end()
@@ -510,23 +512,26 @@ class Islands(Optimizer):
         weights = tokens if any(tokens) else [of.speaks for of in words]
         if current and current[0].warm:
             staged, late = self.average(weight_of(weights, rank) if weights[rank] else 0.0), False
+            self.sending = self.steps
         elif any(of.speaks for of in words):
             round_: Any = Round(0, 0)
+            steps = self.steps
             if isinstance(self.schedule, EverySeconds):
                 self.entered = sum(of.speaks * of.entering for of in words) / max(1, len(current))
             else:
                 # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
                 latest = int(max(of.steps for of in words if of.speaks))
-                self.sent += latest - self.steps
                 self.steps = latest - 1  # the schedule is asked for the step that they have taken
                 round_, self.steps = self.next_phase, latest
-            with agreed_row(self.unlike):
-                staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None
+            try:
+                with agreed_row(self.unlike):
+                    staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None
+            finally:  # `take` moves on where all ranks of this island have the exchange: one that lost it stays here
+                self.sending, self.steps = self.steps, steps
             if word.joined and not (word.behind or word.speaks):
                 staged = self.going_on(staged)
         else:
             return None, False
-        self.sending = self.steps
         if not late:
             self.meet()
         return staged, late
