@@ -127,6 +127,10 @@ def moves_on_before_all_ranks_of_an_island_have_come(monkeypatch: Any) -> None:
     edited(monkeypatch, islands.Islands, "stage", later, at_once)
 
 
+def counts_the_last_step_of_a_warm_up(monkeypatch: Any) -> None:
+    edited(monkeypatch, islands.Islands, "after_step", "self.sent = self.steps", "pass")
+
+
 AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
 """The second message of the first quorum is on its way: it says who is behind."""
 
@@ -149,6 +153,7 @@ PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (counts_exchanges_only, drawn(245)),
     (counts_from_before_it_was_healed, drawn(1852)),
     (lets_ranks_count_apart, drawn(387)),
+    (counts_the_last_step_of_a_warm_up, drawn(405376)),
     (moves_on_before_all_ranks_of_an_island_have_come, drawn(300319)),
     (votes_twice, drawn(367)._replace(events=BEHIND_NOBODY)),
     (believes_that_all_ranks_are_at_one_place, drawn(33)._replace(events=(AT_THE_START,))),
