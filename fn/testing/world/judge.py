@@ -49,6 +49,7 @@ class Books:
     """What the judge knows of a rank.
 
     owed: its errors, by fragment. steps: that no exchange has taken. synced: when it wrote an exchange of all islands.
+    looked: how many exchanges are judged. copied: how many there were when it became a copy of another island.
     """
 
     def __init__(self, process: Process, manager: Manager, opt: Any, factor: float):
@@ -58,7 +59,7 @@ class Books:
         # They stay in their memory.
         self.agreed = tree.leaves([(of.anchor, of.outer) for of in tree.instances(state, OuterState)])
         self.owed, self.begun = dict[int, Tensor](), dict[int, tuple[Tensor, int]]()
-        self.steps, self.uncounted, self.looked, self.synced = 0, 0, 0, -inf
+        self.steps, self.uncounted, self.looked, self.copied, self.synced = 0, 0, 0, 0, -inf
         self.serial, self.here, self.healed = -1, bits(self.agreed), False
         self.entry: Entry | None = None
         opt.register_step_pre_hook(self.count)  # behind the adapter's, which may heal
@@ -145,6 +146,7 @@ class Judge:
         owed = {f: self.errors(state, f, flat(books.params[f::parts])) for f in range(parts)}
         books.owed = {} if is_copy else owed
         if is_copy:
+            books.copied = len(books.manager.told)
             self.heals += process.rank == 0
             self.world.tell(process, "becomes a copy of another island")
             is_unsure = any(p.island == process.island and p.born == process.born for p in self.unsure)
@@ -154,7 +156,8 @@ class Judge:
     def look(self, books: Books, began: float) -> None:
         """Judge what a step has left."""
         manager, process, opt = books.manager, books.process, books.opt
-        told, books.looked = manager.told[books.looked :], len(manager.told)
+        told, is_here = manager.told[books.looked :], manager.told[max(books.looked, books.copied) :]
+        books.looked = len(manager.told)
         for found, ended, count, written, _ in told:
             since, what = max(began, found), "wrote" if written else "dropped"
             quick = written and not any(a < ended + 1 and since - 1 < b for a, b in self.disturbed)
@@ -165,7 +168,7 @@ class Judge:
         whole = not opt.refused and all(bool(p.isfinite().all()) for p in books.params)
         self.check(whole, f"{process} has half a step, or numbers that are not finite: {opt.refused}")
         before, books.here = books.here, bits(books.agreed) if told or books.healed else books.here
-        serials = [serial for *_, written, serial in told if written]
+        serials = [serial for *_, written, serial in is_here if written]
         if serials:
             self.compare(serials[-1], books, books.here, f"exchange {manager.step}")
         else:
