@@ -21,7 +21,7 @@ from fn.collectives.transports.registry import register
 from fn.errors import PeerLost
 from fn.testing.world.judge import Books, Judge, flat
 from fn.testing.world.network import Network, Ring, within
-from fn.testing.world.plan import KILLS, LARGEST, LASTING, RATES, SHAPES, Event, H, Plan
+from fn.testing.world.plan import KILLS, LASTING, RATES, SHAPES, Event, H, Plan
 from fn.testing.world.quorum import PATIENCE, Lighthouse, Manager, Server
 from fn.testing.world.scheduler import Background, Process, Scheduler
 
@@ -158,7 +158,7 @@ class World(Scheduler):
         is_long = books.manager.step >= EXCHANGES and books.opt.steps >= EXCHANGES * H
         if len(self.together) == all_there and is_long:
             self.loss = float((flat(books.agreed)[: flat(books.params).numel()] - 1.0).square().mean())
-            self.judge.check(self.loss <= LARGEST.get(self.plan.method, 0.3), "the loss is more than without faults")
+            self.judge.check(self.loss <= self.plan.largest, "the loss is more than without faults")
             self.end()
         elif self.now > LAST:
             self.end(f"not all islands are together after {LAST:.0f} s")
