@@ -131,6 +131,16 @@ def counts_the_last_step_of_a_warm_up(monkeypatch: Any) -> None:
     edited(monkeypatch, islands.Islands, "after_step", "self.sent = self.steps", "pass")
 
 
+def leaves_out_a_step_of_the_warm_up(monkeypatch: Any) -> None:
+    edited(
+        monkeypatch,
+        islands.Islands,
+        "stage",
+        "all(of.warm for of in words if of.joined)",
+        "all(of.warm for of in current)",
+    )
+
+
 AT_THE_START = Event(6.0, "kill in an exchange", 0, 1.0, 1)
 """The second message of the first quorum is on its way: it says who is behind."""
 
@@ -155,6 +165,7 @@ PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (lets_ranks_count_apart, drawn(387)),
     (counts_the_last_step_of_a_warm_up, drawn(405376)),
     (moves_on_before_all_ranks_of_an_island_have_come, drawn(300319)),
+    (leaves_out_a_step_of_the_warm_up, drawn(608127)),
     (votes_twice, drawn(367)._replace(events=BEHIND_NOBODY)),
     (believes_that_all_ranks_are_at_one_place, drawn(33)._replace(events=(AT_THE_START,))),
 ]

@@ -507,7 +507,8 @@ class Islands(Optimizer):
         current = [of for of in words if of.joined and not of.behind]
         self.most = max(self.most, len(words))
         self.pace.of_round = goodput_of(words, self.most)
-        if len({of.warm for of in current}) > 1:
+        # Also where one was healed behind its local step: it has no gradients for the others' step, and takes the next.
+        if any(of.warm for of in current) and not all(of.warm for of in words if of.joined):
             raise RuntimeError("some islands are in their warm-up, and others are not")
         self.unlike = self.are_unlike(words)
         tokens = [of.speaks * of.tokens for of in words]

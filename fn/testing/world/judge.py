@@ -27,13 +27,15 @@ FIRST = 5.0
 class Entry(NamedTuple):
     """What a rank gives into an exchange.
 
-    apart: anchor - params, of so many steps since its last exchange. may_rest: whether that need not count. owed: its
-    errors before, as the judge knows them. sent: the difference times its weight. after: the mean, and its errors then.
+    apart: anchor - params, of so many steps since its last exchange. tokens: for which it speaks. may_rest: whether
+    that need not count. owed: its errors before, as the judge knows them. sent: the difference times its weight.
+    after: the mean, and its errors then.
     """
 
     fragment: int
     apart: Tensor
     steps: int
+    tokens: float
     may_rest: bool
     owed: Tensor
     sent: Tensor
@@ -48,25 +50,26 @@ class Entry(NamedTuple):
 class Books:
     """What the judge knows of a rank.
 
-    owed: its errors, by fragment. steps: that no exchange has taken. synced: when it wrote an exchange of all islands.
-    looked: how many exchanges are judged. copied: how many there were when it became a copy of another island.
+    owed: its errors, by fragment. steps, tokens: that no exchange has taken; tokens are those of which the adapter was
+    told. synced: when it wrote an exchange of all islands. looked: how many exchanges are judged. copied: how many
+    there were when it became a copy of another island.
     """
 
-    def __init__(self, process: Process, manager: Manager, opt: Any, factor: float):
-        self.process, self.manager, self.opt, self.factor = process, manager, opt, factor
+    def __init__(self, process: Process, manager: Manager, opt: Any):
+        self.process, self.manager, self.opt = process, manager, opt
         state = opt.units[0].state
         self.params = tree.leaves(opt.units[0].params)
         # They stay in their memory.
         self.agreed = tree.leaves([(of.anchor, of.outer) for of in tree.instances(state, OuterState)])
         self.owed, self.begun = dict[int, Tensor](), dict[int, tuple[Tensor, int]]()
-        self.steps, self.uncounted, self.looked, self.copied, self.synced = 0, 0, 0, 0, -inf
+        self.steps, self.tokens, self.looked, self.copied, self.synced = 0, 0.0, 0, 0, -inf
         self.serial, self.here, self.healed = -1, bits(self.agreed), False
         self.entry: Entry | None = None
         opt.register_step_pre_hook(self.count)  # behind the adapter's, which may heal
 
     def count(self, *_: Any) -> None:
         """Note that a local step is taken now."""
-        self.steps, self.uncounted = self.steps + 1, self.uncounted + 1
+        self.steps += 1
 
 
 def flat(leaves: list[Tensor]) -> Tensor:
@@ -125,7 +128,8 @@ class Judge:
             (apart, steps), sent = books.begun[number], flat(part(number, roles.find(state, "difference")[0]))
             may_rest = not books.opt.joined or books.opt.now == Round()
             owed = books.owed.get(number, torch.zeros_like(apart))
-            books.entry = entry = Entry(number, apart, steps, may_rest, owed, sent, [])
+            tokens = books.tokens if self.plan.counts_tokens else float(steps)
+            books.entry = entry = Entry(number, apart, steps, tokens, may_rest, owed, sent, [])
             books.serial = books.manager.present.serial
             self.entries[books.serial, process.rank][process] = entry
             params, after = exchange.mean(number, state, params)
@@ -142,7 +146,7 @@ class Judge:
     def loaded(self, books: Books, *, is_copy: bool) -> None:
         """Note that a rank has become a copy of another island, or goes on from a checkpoint."""
         process, state, parts = books.process, books.opt.units[0].state, self.plan.fragments
-        books.steps, books.healed = 0, is_copy
+        books.steps, books.tokens, books.healed = 0, 0.0, is_copy
         owed = {f: self.errors(state, f, flat(books.params[f::parts])) for f in range(parts)}
         books.owed = {} if is_copy else owed
         if is_copy:
@@ -176,7 +180,7 @@ class Judge:
         if books.entry is not None and books.serial in serials:
             self.settle(books, books.entry)
         if opt.now is Phase.WARMUP:  # whose steps are everybody's
-            books.steps = 0
+            books.steps, books.tokens = 0, 0.0
         life = process.island, process.born, opt.steps, books.looked
         self.compare(life, books, bits(books.params), f"step {opt.steps}")
         books.healed, books.entry = False, books.entry if opt.flying else None
@@ -195,7 +199,7 @@ class Judge:
             apart = torch.stack([e.sent + e.owed - e.after[1] for e in entries]).sum(0) - size * mine.after[0]
             lost, scale = float(apart.abs().max()), sum(float((e.sent.abs() + e.owed.abs()).max()) for e in entries)
             self.check(lost <= 1e-4 * scale + 1e-6, f"{what}: {lost:.2g} of what was sent is lost or counts twice")
-            units = [e.steps * self.books[process].factor * e.speaks for process, e in of_all.items()]
+            units = [e.tokens * e.speaks for e in entries]
             for e, of in zip(entries, units, strict=True):
                 self.check(e.speaks or e.may_rest, f"{what}: an island was there, and its difference did not count")
                 if e.speaks and e.apart.any():
@@ -204,3 +208,4 @@ class Judge:
                     self.check(abs(weight - due) < 1e-3, text)
         self.exchanges.add(books.serial)
         books.steps, books.owed[mine.fragment] = books.steps - mine.steps * mine.speaks, mine.after[1]
+        books.tokens -= mine.tokens * mine.speaks

@@ -95,15 +95,19 @@ class World(Scheduler):
         number = torch.tensor(rank, dtype=torch.int64, device="cpu")
         inside = Axis(plan.ranks, number, register(str(process), within(ring, rank)))
 
+        trained = 0
+
         def tokens() -> float:
-            new, books.uncounted = books.uncounted, 0
-            return factor * new
+            nonlocal trained
+            new, trained = factor * trained, 0
+            books.tokens += new
+            return new
 
         opt: Any = optimizer(
             params, partial(self.judge.watched, plan.make), manager, schedule=plan.schedule, inside=inside,
             tokens=tokens if plan.counts_tokens else None, late=(6.0, 2.0, 10.0), lr=RATES.get(plan.method, 0.2),
         )  # fmt: skip
-        books = self.judge.books[process] = Books(process, manager, opt, factor)
+        books = self.judge.books[process] = Books(process, manager, opt)
         opt.row, opt.background = f"row {island * plan.unlike % 2}", plan.delay and Background(self, process)
         try:
             whole = [states for key, states in self.saved.items() if key[0] == island and len(states) == plan.ranks]
@@ -114,12 +118,13 @@ class World(Scheduler):
                 opt.load_state_dict(saved)
                 self.judge.loaded(books, is_copy=False)
                 # The schedule says when the last exchange was, and a state dict nothing of one that was dropped.
-                books.steps = 0 if plan.counts_tokens else opt.steps - opt.sent
+                books.steps = opt.steps - opt.sent
             opt.register_load_state_dict_post_hook(lambda _: self.judge.loaded(books, is_copy=True))
             while True:
                 slowed = 5.0 if self.slow[island] > self.now else 1.0
                 self.sleep(slowed * plan.pace[island] * self.draw.uniform(0.9, 1.1))
                 self.gradients(params, opt.steps, rank, ring)
+                trained += 1  # as a script counts tokens: those of a step in the warm-up before its exchange
                 began = self.now
                 opt.step()
                 opt.zero_grad()
