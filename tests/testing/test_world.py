@@ -128,7 +128,13 @@ def moves_on_before_all_ranks_of_an_island_have_come(monkeypatch: Any) -> None:
 
 
 def counts_the_last_step_of_a_warm_up(monkeypatch: Any) -> None:
-    edited(monkeypatch, islands.Islands, "after_step", "self.sent = self.steps", "pass")
+    edited(monkeypatch, islands.Islands, "after_step", "self.sent, self.unsent = self.steps, 0.0", "self.unsent = 0.0")
+
+
+def counts_the_tokens_of_a_warm_up(monkeypatch: Any) -> None:
+    edited(
+        monkeypatch, islands.Islands, "after_step", "self.sent, self.unsent = self.steps, 0.0", "self.sent = self.steps"
+    )
 
 
 def leaves_out_a_step_of_the_warm_up(monkeypatch: Any) -> None:
@@ -164,6 +170,7 @@ PATCHES: list[tuple[Callable[[Any], None], Plan]] = [
     (counts_from_before_it_was_healed, drawn(1852)),
     (lets_ranks_count_apart, drawn(387)),
     (counts_the_last_step_of_a_warm_up, drawn(405376)),
+    (counts_the_tokens_of_a_warm_up, drawn(608842)),
     (moves_on_before_all_ranks_of_an_island_have_come, drawn(300319)),
     (leaves_out_a_step_of_the_warm_up, drawn(608127)),
     (votes_twice, drawn(367)._replace(events=BEHIND_NOBODY)),

@@ -247,7 +247,7 @@ class Islands(Optimizer):
     def after_step(self) -> None:
         """Note the end of a local step, and take the outer step with the others where this island is late."""
         if self.now is Phase.WARMUP:  # a step of all islands, which no difference has
-            self.sent = self.steps
+            self.sent, self.unsent = self.steps, 0.0
         if self.pace.taken or self.now == Round():  # not behind an exchange, which has begun a round
             self.pace.step()
         pace, steps = self.pace, max(1, self.pace.before // LOOKS)
