@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import warnings
 import weakref
@@ -82,8 +83,8 @@ def both(name: str) -> tuple:
 def test_nothing_grows_over_a_thousand_steps_and_over_a_hundred_optimizers(name):
     for (before, after), (first, last, alive) in ranks.run(2, both, name, timeout=300):
         print(f"{name}: steps {after[-1] / before[-1] - 1:+.2%}, optimizers {last[-1] / first[-1] - 1:+.2%}")
-        assert after[:3] == before[:3]
+        assert all(map(operator.le, after[:3], before[:3]))
         assert after[3] < 1.01 * before[3]
-        assert last[:3] == first[:3]
+        assert all(map(operator.le, last[:3], first[:3]))  # fewer is no growth: a cache may have let a tensor go
         assert last[3] < 1.01 * first[3]
         assert alive == 1
