@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from fn.arguments import check_flag, check_interval, check_number, check_whole
-from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of
 from fn.collectives.codecs.pickling import invalidates
 from fn.errors import expected
-from fn.kernels.layout import scale_dtype
+from fn.kernels.layout import scale_dtype, tile
 
 Tree = Any
 

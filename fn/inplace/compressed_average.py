@@ -1,6 +1,6 @@
 """The compressed all-reduce of steps in place: tensors travel as vectors, and the step is taken from what comes back.
 
-Where the quantized values are signs with a scale per tensor, a kernel decodes them in the step itself, so that no mean
+Where the quantized values are signs with a scale per tensor or block, a kernel decodes them in the step itself, so that no mean
 is ever written to memory. Any other mean is decoded first. The next residual errors are kept beside the old ones until
 the step is written: an exchange that fails, or a mean that is not finite, then leaves the state as it was.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import UpdateFn, links_of
 from fn.collectives.codecs.codec import Fused, Segments
-from fn.collectives.codecs.sign import SignPayload
+from fn.collectives.codecs.sign import SignPayload, scales_of
 from fn.collectives.compressed import ErrorFeedbackState, VectorPlan, plan_of, reduce_exactly
 from fn.collectives.feedback import fused_with, plain_error
 from fn.collectives.following import unheard
@@ -35,11 +35,15 @@ Tree = Any
 
 
 class BucketMean(NamedTuple):
-    """The mean of a bucket: as its codes, as those of all ranks, or as a vector (n,). keep: write the errors."""
+    """The mean of a bucket: as its codes, as those of all ranks, or as a vector (n,).
+
+    keep: write the errors. block: of codes, as in `Fused`.
+    """
 
     bucket: Bucket
     mean: SignPayload | Tensor
     keep: Callable[[], None]
+    block: int = 0
 
 
 class CodedMean(NamedTuple):
@@ -65,17 +69,17 @@ class CodedMean(NamedTuple):
         Args: descent: eps, weight decay, learning rate and max_step.
             keep_zeros: must be true where the mean is no codes. copies: into which the new params are copied, or none.
         """
-        for bucket, mean, _ in self.buckets:
+        for bucket, mean, _, block in self.buckets:
             lists = [[each[i] for i in bucket.leaf_indices] if each else [] for each in (params, mu, nu, copies)]
             (p, m, v), p_copies = lists[:3], lists.pop()
             with step_range("decode and apply"):
                 if isinstance(mean, SignPayload):
                     rows = bucket.segments.valid.shape[0]
-                    # (R M, S) -> (R, M, S) and (R M, n / 8) -> (R, M, n / 8): M messages of each row, one where
+                    # (R M, B) -> (R, M, B) and (R M, n / 8) -> (R, M, n / 8): M messages of each row, one where
                     # servers sent the mean, those of all ranks without servers.
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     mean_codes = bits, scales if factor == 1 else scales * factor
-                    layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
+                    layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs, block
                     direct("onebit_adam_", *lists, *mean_codes, *layout, *descent, keep_zeros, p_copies)
                 else:
                     # The vector is this step's own, so it may be multiplied in place.
@@ -148,8 +152,10 @@ class BucketPlan(NamedTuple):
 
         payload, errors = unheard(sent, kept=self.errors)
         payload = self.vector.gather(payload)
-        mean = self.vector.decode(payload, self.rows.dtype) if self.fused is None else payload
-        return BucketMean(self.bucket, mean, successor(self.errors, errors))
+        keep = successor(self.errors, errors)
+        if self.fused is None:
+            return BucketMean(self.bucket, self.vector.decode(payload, self.rows.dtype), keep)
+        return BucketMean(self.bucket, payload._replace(scales=scales_of(payload)), keep, self.fused.block)
 
 
 class CodedAverage(NamedTuple):
@@ -174,7 +180,7 @@ class CodedAverage(NamedTuple):
             # On the meta device: a row may be as long as the model.
             rows = torch.empty((vector.rows, bucket.segments.row_length), dtype=dtype, device="meta")
             parts = layouts.parts(bucket) if vector.exact else [bucket]
-            # A fused bucket has one scale for all of its tensors; the kernels take one for each.
+            # A fused bucket is one tensor to the codec; the kernels take scales of each of its tensors.
             by_tensor = not bucket.fused and (rule.servers or not vector.exact)
             fused = _kernels(vector, rows, worker, server) if by_tensor else None
             plans.append(BucketPlan(bucket, vector, (worker, server), rows, parts, fused))

@@ -78,7 +78,7 @@ def momentum_rows(
 
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
-    runs: Sequence[int],
+    runs: Sequence[int], block: int,
 ) -> Any:  # fmt: skip
     """See `reference.steps.momentum_encode`. The device's own `sign_encode_feedback_` encodes."""
     if not plain(mu, grads, (buffer, sent)):
@@ -89,7 +89,7 @@ def momentum_encode(
     if places:
         torch._foreach_copy_(places, fresh)
         torch._foreach_lerp_(places, moments, decay)
-    return (x, *direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
+    return (x, *direct("sign_encode_feedback_", x, buffer, sent, valid, runs, block))
 
 
 def quantize_feedback(
@@ -121,13 +121,13 @@ def quantize_feedback(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    runs: Sequence[int], block: int, eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
     copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
-    mean = direct("sign_decode_mean", bits, scales, valid, runs)
+    mean = direct("sign_decode_mean", bits, scales, valid, runs, block)
     flats, pieces = paired_views([m.view(-1) for m in mu], mean, widths_of(runs))
     if flats:
         torch._foreach_copy_(flats, pieces)

@@ -61,6 +61,9 @@ _BOTH = (None, _WHOLE)
 here, and not when a run goes over to codes."""
 
 _S = len(_WIDTHS)
+_BLOCKS = {0: _S, 64: 1 + 1 + 65 + 1}
+"""Scales of a row, by the size of blocks."""
+
 _BITS = (_N + 7) // 8  # and those of `_WHOLE`
 
 
@@ -75,17 +78,24 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.tensor([KNOWN_SIGNS] * 2, dtype=torch.float32, device="cpu"),), (_wave(2, 77),), (_wave(2, LONG),)
     ],
     "unpack_bits": lambda: [(_bytes(2, (n + 7) // 8), n, torch.float32) for n in (19, LONG)],
-    "sign_encode": lambda: [(_wave(2, n or _N), *_rows(n)) for n in _BOTH],
+    "sign_encode": lambda: [(_wave(2, n or _N), *_rows(n), block) for n in _BOTH for block in _BLOCKS],
     "sign_encode_feedback": lambda: [
-        (_wave(2, n or _N), _wave(2, n or _N, seed=2), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH
+        (_wave(2, n or _N), _wave(2, n or _N, seed=2), _wave(2, count).abs(), *_rows(n), block)
+        for n in _BOTH for block, count in _BLOCKS.items()
     ],
-    "sign_residual": lambda: [(_wave(2, n or _N), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH],
+    "sign_residual": lambda: [
+        (_wave(2, n or _N), _wave(2, count).abs(), *_rows(n), block)
+        for n in _BOTH for block, count in _BLOCKS.items()
+    ],
     "sign_serve": lambda: [
-        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, n or _N), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH
+        (
+            _bytes(2, 3, _BITS), _wave(2, 3, count).abs(), _wave(2, n or _N), _wave(2, count).abs(), *_rows(n), block,
+        )
+        for n in _BOTH for block, count in _BLOCKS.items()
     ],
     "sign_decode_mean": lambda: [
-        (_bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), *_rows(n))
-        for ranks, n in ((3, _N), (3, _WHOLE), (1, None))
+        (_bytes(2, ranks, _BITS), _wave(2, ranks, count).abs(), *_rows(n), block)
+        for ranks, n in ((3, _N), (3, _WHOLE), (1, None)) for block, count in _BLOCKS.items()
     ],
     "quantize": lambda: [(_wave(2, _N), *_rows(), w) for w in (4, 8)],
     "quantize_feedback": lambda: [
@@ -97,7 +107,8 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (finite_fp8(_bytes(2, ranks, _N)), _wave(2, ranks, _S).abs(), *_rows(), m) for m, ranks in ((3, 3), (2, 1))
     ],
     "momentum_encode": lambda: [
-        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)
+        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, count).abs(), *_rows(n), block)
+        for n in (_N, _WHOLE) for block, count in _BLOCKS.items()
     ],
     "momentum_rows": lambda: [
         (*_momentum()[:2], decay, factors, 2, _rows(n)[1])
@@ -107,11 +118,14 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "onebit_adam_": lambda: [
         (
             *_momentum()[:2], _momentum(keep)[2], _bytes(2, ranks, _BITS),
-            _wave(2, ranks, _S).abs(), *_rows(n),
+            _wave(2, ranks, _BLOCKS[block]).abs(), *_rows(n), block,
             3e-2, 0.1, 1e-2, 0.7 if keep else math.inf, keep,
             _momentum()[0] if ranks > 1 or not keep else [],
         )
-        for keep, ranks, n in ((True, 1, _N), (True, 1, _WHOLE), (False, 1, _WHOLE), (True, 3, _WHOLE))
+        for keep, ranks, n, block in (
+            (True, 1, _N, 0), (True, 1, _WHOLE, 0), (False, 1, _WHOLE, 0), (True, 3, _WHOLE, 0),
+            (True, 1, _N, 64), (True, 1, _WHOLE, 64), (True, 3, _WHOLE, 64),
+        )
     ],
     "adamw_": lambda: [
         (*_momentum()[:2], *_momentum(frozen)[1:], *_DESCENT[:-1], max_step, frozen)

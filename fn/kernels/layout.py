@@ -4,6 +4,9 @@ A row of n elements is divided into segments, each with a scale of its own. `run
 one after the other: [2, 1024, 1, 40] is two segments of 1024 elements and one of 40. `valid` says how many leading
 elements of each segment are real. What lies behind them is padding, which is never counted and always decodes to zero.
 
+Kernels of signs take a `block`, too: with it every so many elements of a segment have a scale of their own, the last
+ones of a segment, which may be fewer, one more. They are B in a row; `blocks_of` says which. 0: a segment has one.
+
 A list of tensors and the rows (R, n) of a message: segment s of row r is piece r of tensor s, R equal pieces each,
 zeros behind the end of the tensor.
 """
@@ -18,6 +21,8 @@ from operator import attrgetter
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fn.kernels.tracing import cached_plan
 
 
 def runs_of(runs: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -58,6 +63,38 @@ def per_run(x: Tensor, runs: Sequence[int], f: Callable[[Tensor, int, int], Tens
         part = x[:, start : start + count * width].reshape(rows, count, width)
         parts.append(f(part, segment, segment + count))
     return parts
+
+
+def blocks_of(valid: Tensor, runs: Sequence[int], block: int) -> tuple[Tensor, Sequence[int]]:
+    """Return valid and runs of what has a scale each: blocks of so many elements, or for 0 the segments."""
+    return tile(tuple(widths_of(runs)), valid, block) if block else (valid, runs)
+
+
+def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
+    """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs.
+
+    >>> tile((5, 2), torch.tensor([[5, 2], [3, 0]]), 4)     # runs of (number, length): a block of 4, one of 1, one of 2
+    (tensor([[4, 1, 2],
+            [3, 0, 0]]), [1, 4, 1, 1, 1, 2])
+    """
+    owners, starts, lengths, runs = _grid(widths, block, valid.device)
+    # (R, S) -> (R, blocks): what is real of a segment behind the beginning of the block
+    return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
+
+
+@cached_plan
+def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """Return per block its segment, its first element there and its length; and the runs."""
+    runs: list[int] = []
+    for width in widths:
+        whole, rest = divmod(width, block)
+        runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
+    starts = [torch.arange(0, width, block, dtype=torch.int64, device=device) for width in widths]
+    # `torch.cat` refuses an empty list, which a row without tensors has.
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
+    lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]
+    return torch.cat([*owners, empty]), torch.cat([*starts, empty]), torch.cat([*lengths, empty]), tuple(runs)
 
 
 def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:

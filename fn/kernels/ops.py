@@ -114,19 +114,22 @@ def _check_dtype(key: str, value: Tensor) -> None:
 
 
 @lru_cache(maxsize=PLANS)
-def _row_of(runs: tuple[int, ...]) -> tuple[int, int]:
-    """Return the elements and the segments of a row."""
-    return row_length(runs), sum(runs[::2])
+def _row_of(runs: tuple[int, ...], block: int) -> tuple[int, int, int]:
+    """Return the elements, the segments and the scales of a row."""
+    counts = [count * (-(-width // block) if block else 1) for count, width in zip(runs[::2], runs[1::2], strict=True)]
+    return row_length(runs), sum(runs[::2]), sum(counts)
 
 
 def _check_lengths(named: dict[str, Any]) -> None:
-    width = named.get("width", 8)
-    n, segments = _row_of(tuple(named["runs"]))
+    width, block = named.get("width", 8), named.get("block", 0)
+    if block < 0 or block % 8:
+        raise ValueError(expected("block", "0 or a multiple of 8, whole bytes of signs", f"{block}"))
+    n, segments, scales = _row_of(tuple(named["runs"]), block)
     if width == 4 and n % 2:
         raise ValueError(expected("runs", "an even number of elements, for codes of 4 bits", f"{n}"))
     lengths = {"x": n, "b": n, "buffer": n, "error": n, "codes": n * width // 8}
     lengths |= dict.fromkeys(("bits", "seen"), bytes_for(n))
-    lengths |= dict.fromkeys(("scales", "sent", "error_scales", "valid"), segments)
+    lengths |= dict.fromkeys(("scales", "sent", "error_scales"), scales) | {"valid": segments}
     for key, value in named.items():
         if key in lengths and (value.ndim < 2 or value.shape[-1] != lengths[key]):
             wanted = f"rows of {lengths[key]} for the runs given"

@@ -6,32 +6,33 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _SEGMENTS = "Tensor valid, int[] runs"
+_SIGNS = f"{_SEGMENTS}, int block"
 _DESCENT = "float eps, float weight_decay, float lr, float max_step"
 
 SCHEMAS: Mapping[str, str] = MappingProxyType(
     {
         "pack_bits": "(Tensor x) -> Tensor",
         "unpack_bits": "(Tensor bits, int n, ScalarType dtype) -> Tensor",
-        "sign_encode": f"(Tensor x, {_SEGMENTS}) -> (Tensor, Tensor)",
-        "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)",
-        "sign_encode_feedback_": f"(Tensor(a!) x, Tensor buffer, Tensor sent, {_SEGMENTS}) -> (Tensor, Tensor)",
-        "sign_residual": f"(Tensor b, Tensor scales, {_SEGMENTS}) -> Tensor",
-        "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_SEGMENTS}) -> ()",
-        "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
+        "sign_encode": f"(Tensor x, {_SIGNS}) -> (Tensor, Tensor)",
+        "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_SIGNS}) -> (Tensor, Tensor, Tensor)",
+        "sign_encode_feedback_": f"(Tensor(a!) x, Tensor buffer, Tensor sent, {_SIGNS}) -> (Tensor, Tensor)",
+        "sign_residual": f"(Tensor b, Tensor scales, {_SIGNS}) -> Tensor",
+        "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_SIGNS}) -> ()",
+        "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_SIGNS}) -> "
         "(Tensor, Tensor, Tensor)",
-        "sign_decode_mean": f"(Tensor bits, Tensor scales, {_SEGMENTS}) -> Tensor",
+        "sign_decode_mean": f"(Tensor bits, Tensor scales, {_SIGNS}) -> Tensor",
         "quantize": f"(Tensor x, {_SEGMENTS}, int width) -> (Tensor, Tensor)",
         "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_SEGMENTS}, int width) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
         "dequantize_mean": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
         "quantize_fp8": f"(Tensor x, {_SEGMENTS}, int mantissa) -> (Tensor, Tensor)",
         "dequantize_fp8": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int mantissa) -> Tensor",
-        "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
+        "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_SIGNS}) -> "
         "(Tensor, Tensor, Tensor)",
         "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
-        "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_SEGMENTS}, "
+        "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_SIGNS}, "
         f"{_DESCENT}, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, bool frozen) -> ()",

@@ -210,6 +210,8 @@ def arguments(
     g = torch.Generator().manual_seed(n + 1)
     runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
     segments = sum(runs[::2])
+    block = (24 if n < 1000 else 64) if strided else 0
+    per_row = sum(c * (-(-w // block) if block else 1) for c, w in zip(runs[::2], runs[1::2], strict=True))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     widths = torch.tensor(
         [w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], dtype=torch.int64, device="cpu"
@@ -239,7 +241,8 @@ def arguments(
         return [x.to(dtype) for x in tensors()]
 
     segmented = valid, runs
-    of_tensors = valid, [x for width in widths.tolist() for x in (1, width)]  # every segment is one tensor's
+    signs = valid, runs, block
+    of_tensors = valid, [x for width in widths.tolist() for x in (1, width)], block  # every segment is one tensor's
     limit = 0.5 if strided else math.inf
     descent = (1e-6, 0.01, 1e-2, limit / 2)
     frozen = strided  # kernels get copies of the lists, without gaps: so their other options stand for strides
@@ -247,16 +250,16 @@ def arguments(
     cases: dict[str, Callable[[], tuple[Any, ...]]] = {
         "pack_bits": lambda: (numbers(dtype, 2, n),),
         "unpack_bits": lambda: (integers(torch.uint8, 2, bytes_for(n)), n, dtype),
-        "sign_encode": lambda: (numbers(dtype, 2, n), *segmented),
-        "sign_encode_feedback": lambda: (numbers(dtype, 2, n), numbers(wide, 2, n), scales(2, segments), *segmented),
-        "sign_encode_feedback_": lambda: (numbers(wide, 2, n), numbers(wide, 2, n), scales(2, segments), *segmented),
-        "sign_residual": lambda: (numbers(wide, 2, n), scales(2, segments), *segmented),
-        "sign_residual_": lambda: (numbers(wide, 2, n), scales(2, segments), *segmented),
+        "sign_encode": lambda: (numbers(dtype, 2, n), *signs),
+        "sign_encode_feedback": lambda: (numbers(dtype, 2, n), numbers(wide, 2, n), scales(2, per_row), *signs),
+        "sign_encode_feedback_": lambda: (numbers(wide, 2, n), numbers(wide, 2, n), scales(2, per_row), *signs),
+        "sign_residual": lambda: (numbers(wide, 2, n), scales(2, per_row), *signs),
+        "sign_residual_": lambda: (numbers(wide, 2, n), scales(2, per_row), *signs),
         "sign_serve": lambda: (
-            integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
-            scales(2, segments), *segmented,
+            integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, per_row), numbers(wide, 2, n),
+            scales(2, per_row), *signs,
         ),
-        "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *segmented),
+        "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, per_row), *signs),
         "quantize": lambda: (numbers(dtype, 2, n), *segmented, width),
         "quantize_feedback": lambda: (
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *segmented, width,
@@ -267,7 +270,7 @@ def arguments(
             2 if strided else 3,
         ),
         "momentum_encode": lambda: (
-            tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
+            tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, per_row), *of_tensors,
         ),
         "momentum_rows": lambda: (
             tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, of_tensors[1],
@@ -277,7 +280,7 @@ def arguments(
         ),
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *of_tensors, *descent, True, leaves() if strided else [],
+            scales(2, 1 + 2 * frozen, per_row), *of_tensors, *descent, True, leaves() if strided else [],
         ),
         "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
         "onebit_lamb_moments_": lambda: (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn.arguments import check_whole
-from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of
 from fn.collectives.feedback import Counted, Off
 from fn.errors import expected
 from fn.kernels import ops  # noqa: F401  it defines torch.ops.fn
@@ -125,13 +125,13 @@ def _ballots(ties: str, block: int, segments: Segments | None) -> Codec:
         valid, runs, *_ = lay_out(payload.bits.shape[0], 8 * payload.bits.shape[1], payload.bits.device)
         # (R, ...) -> (R, 1, ...): a mean of one message
         one = payload.bits[:, None], scales_of(payload, len(valid))[:, None]
-        votes: Tensor = torch.ops.fn.sign_decode_mean(*one, valid, runs)
+        votes: Tensor = torch.ops.fn.sign_decode_mean(*one, valid, runs, 0)
         return votes
 
     def decode_mean(payload: Ballots) -> Tensor:
         valid, runs, *_ = lay_out(1, 8 * payload.bits.shape[1], payload.bits.device)
         # (W, n / 8) -> (1, W, n / 8), one mean of W messages
-        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales_of(payload, 1)[None], valid, runs)
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales_of(payload, 1)[None], valid, runs, 0)
         return mean[0]
 
     def init(x: Tensor) -> Counted:

@@ -40,6 +40,7 @@ class Fused(NamedTuple):
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
         decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
+    block: elements of a tensor that have a scale together, 0 for all of them.
     """
 
     init: Callable[[Tensor], Tree]
@@ -49,6 +50,7 @@ class Fused(NamedTuple):
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
     averages: Callable[..., tuple[Tree, Tree]] | None = None
     encode_over: Callable[[Tensor, Tree], tuple[Tree, Tree]] | None = None
+    block: int = 0
 
 
 @invalidates({"encode", "decode"}, {"decode_mean", "segmented", "fused", "make"})
@@ -288,33 +290,6 @@ def by_width(of_rows: Callable[[int, Tensor], Codec], segments: Segments) -> Cod
 
     one = of_rows(0, segments.valid.new_zeros(1, 1))
     return Codec(encode, decode, one.align, one.bits)
-
-
-def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
-    """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs.
-
-    >>> tile((5, 2), torch.tensor([[5, 2], [3, 0]]), 4)     # runs of (number, length): a block of 4, one of 1, one of 2
-    (tensor([[4, 1, 2],
-            [3, 0, 0]]), [1, 4, 1, 1, 1, 2])
-    """
-    owners, starts, lengths, runs = _grid(widths, block, valid.device)
-    # (R, S) -> (R, blocks): what is real of a segment behind the beginning of the block
-    return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
-
-
-@cached_plan
-def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """Return per block its segment, its first element there and its length; and the runs."""
-    runs: list[int] = []
-    for width in widths:
-        whole, rest = divmod(width, block)
-        runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
-    starts = [torch.arange(0, width, block, dtype=torch.int64, device=device) for width in widths]
-    # `torch.cat` refuses an empty list, which a row without tensors has.
-    empty = torch.zeros(0, dtype=torch.int64, device=device)
-    owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
-    lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]
-    return torch.cat([*owners, empty]), torch.cat([*starts, empty]), torch.cat([*lengths, empty]), tuple(runs)
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fn.arguments import check_whole
-from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.errors import expected
-from fn.kernels.layout import scale_dtype
+from fn.kernels.layout import scale_dtype, tile
 from fn.kernels.tracing import cached_plan
 
 Tree = Any

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of
 from fn.collectives.codecs.integer import checked_block
 from fn.collectives.feedback import Classic, LazyError
-from fn.kernels.layout import scale_dtype
+from fn.kernels.layout import blocks_of, scale_dtype
 from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan, is_concrete
 
@@ -55,15 +55,23 @@ def sign(block: int | None = None) -> Codec:
 
 
 class _Layout(NamedTuple):
-    """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S).
+    """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S), and the size of blocks.
 
-    roots: square roots of what each scale counts, at least 1: (K, S), or (1, S) for scales of whole tensors; by dtype.
+    scales: the shape of what is sent with them, (K, B). roots: square roots of what each scale counts, at least 1:
+    (K, B), or (1, B) for scales of whole tensors; by dtype.
     """
 
     rows: int
     valid: Tensor
     runs: list[int]
+    block: int
+    scales: torch.Size
     roots: dict[torch.dtype, Tensor]
+
+    @property
+    def segments(self) -> tuple[Tensor, list[int], int]:
+        """Return what kernels take of the rows."""
+        return self.valid, self.runs, self.block
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return x as the kernels' rows."""
@@ -74,18 +82,19 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
     """Return the codec that `sign` describes. segments: where tensors lie in a row; None: all rows are one tensor's."""
 
     def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
-        # (R, S), or (1, S) where a tensor has one scale in all rows
-        counts = valid if block is not None else valid.sum(0, keepdim=True)
+        each, _ = blocks_of(valid, runs, block or 0)
+        # (R, B), or (1, S) where a tensor has one scale in all rows
+        counts = each if block is not None else each.sum(0, keepdim=True)
         # In float64, rounded once: float32 does not hold every count above 2^24.
         roots = counts.clamp(min=1).double().sqrt()
-        return _Layout(rows, valid, runs, {torch.float64: roots, torch.float32: roots.float()})
+        by_dtype = {torch.float64: roots, torch.float32: roots.float()}
+        return _Layout(rows, valid, runs, block or 0, each.shape, by_dtype)
 
     @cached_plan
     def lay_out(rows: int, n: int, device: torch.device, merge: bool = True) -> _Layout:
         widths, valid = segments_of(segments, rows, n, device)
-        if block is not None:
-            return layout_of(rows, *tile(widths, valid, block))
-        if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
+        # one tensor: its rows are one vector, and its norm is taken as of one vector
+        if merge and block is None and len(widths) == 1:
             return layout_of(1, valid.sum(0, keepdim=True), [1, rows * n])
         return layout_of(rows, valid.contiguous(), Segments(widths, valid).runs)
 
@@ -110,26 +119,25 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
 
     def encode(x: Tensor) -> SignPayload:
         layout = lay_out(x.shape[0], x.shape[1], x.device)
-        bits, sums = torch.ops.fn.sign_encode(layout.rows_of(x), layout.valid, layout.runs)
+        bits, sums = torch.ops.fn.sign_encode(layout.rows_of(x), *layout.segments)
         return finish(x.shape[0], layout, bits, sums, scale_dtype(x))[0]
 
     def decode(payload: SignPayload) -> Tensor:
         # Not merged: each row comes from another rank, with a scale of its own.
         layout = lay_out(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
         # (R, ...) -> (R, 1, ...): a mean of one message
-        one = payload.bits[:, None], _scales_of(payload)[:, None]
-        decoded: Tensor = torch.ops.fn.sign_decode_mean(*one, layout.valid, layout.runs)
+        one = payload.bits[:, None], scales_of(payload)[:, None]
+        decoded: Tensor = torch.ops.fn.sign_decode_mean(*one, *layout.segments)
         return decoded
 
     def decode_mean(payload: SignPayload) -> Tensor:
         layout = lay_out(1, payload.bits.shape[1] * 8, payload.bits.device)
-        scales = _scales_of(payload)
+        scales = scales_of(payload)
         # (W, n / 8) -> (1, W, n / 8), one mean of W messages
-        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], layout.valid, layout.runs)
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], *layout.segments)
         return mean[0]
 
-    # The kernel that forms momentum and codes in one pass has one scale for a tensor, so blocks go without it.
-    with_feedback = _sign_with_feedback(lay_out, finish, segments if block is None else None)
+    with_feedback = _sign_with_feedback(lay_out, finish, segments, block or 0)
 
     def fused(rule: Any) -> Fused | None:
         return with_feedback if isinstance(rule, Classic) else None
@@ -145,23 +153,21 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
     )
 
 
-def _scales_of(payload: SignPayload, dtype: torch.dtype = torch.float32) -> Tensor:
+def scales_of(payload: SignPayload, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the scales of a payload as the kernels take them."""
     scales = payload.scales.contiguous()
     return scales.to(dtype) if scales.dtype == torch.bfloat16 else scales
 
 
 def _sign_with_feedback(
-    lay_out: Callable[..., _Layout], finish: Callable[..., tuple[SignPayload, Tensor]], by_tensor: Segments | None
+    lay_out: Callable[..., _Layout], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None,
+    block: int,
 ) -> Fused:
-    """Return sign and classic feedback in one: the error may be a vector, or lazy.
-
-    Args: by_tensor: the segments, where each of them is a tensor with a scale of its own.
-    """
+    """Return sign and classic feedback in one: the error may be a vector, or lazy."""
 
     def init(x: Tensor) -> LazyError:
         buffer = torch.zeros_like(x, dtype=scale_dtype(x))
-        return LazyError(buffer.reshape(-1), buffer.new_zeros(lay_out(*x.shape, x.device).valid.shape))
+        return LazyError(buffer.reshape(-1), buffer.new_zeros(lay_out(*x.shape, x.device).scales))
 
     def accepts(x: Tensor, error: Tree) -> bool:
         buffer = error.buffer if isinstance(error, LazyError) else error
@@ -171,7 +177,7 @@ def _sign_with_feedback(
         """Return what was encoded last and its scales; a plain error is a buffer that was sent with scale 0."""
         if isinstance(error, LazyError):
             return layout.rows_of(error.buffer), error.scale
-        return layout.rows_of(error), error.new_zeros(layout.valid.shape)
+        return layout.rows_of(error), error.new_zeros(layout.scales)
 
     def finish_both(
         rows: int, layout: _Layout, error: Tree, buffer: Tensor, bits: Tensor, sums: Tensor
@@ -181,14 +187,14 @@ def _sign_with_feedback(
         if isinstance(error, LazyError):
             return payload, LazyError(buffer.reshape(-1), scales)
         if is_concrete(buffer):
-            direct("sign_residual_", buffer, scales, layout.valid, layout.runs)
+            direct("sign_residual_", buffer, scales, *layout.segments)
         else:  # a trace may not write over it
-            buffer = torch.ops.fn.sign_residual(buffer, scales, layout.valid, layout.runs)
+            buffer = torch.ops.fn.sign_residual(buffer, scales, *layout.segments)
         return payload, buffer.reshape(-1)
 
     def encode(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(*x.shape, x.device)
-        args = layout.rows_of(x), *sent(error, layout), layout.valid, layout.runs
+        args = layout.rows_of(x), *sent(error, layout), *layout.segments
         return finish_both(x.shape[0], layout, error, *torch.ops.fn.sign_encode_feedback(*args))
 
     def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
@@ -197,22 +203,22 @@ def _sign_with_feedback(
             return encode(x, error)
         layout = lay_out(*x.shape, x.device)
         buffer = layout.rows_of(x)
-        written = torch.ops.fn.sign_encode_feedback_(buffer, *sent(error, layout), layout.valid, layout.runs)
+        written = torch.ops.fn.sign_encode_feedback_(buffer, *sent(error, layout), *layout.segments)
         return finish_both(x.shape[0], layout, error, buffer, *written)
 
     def averages(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
     ) -> tuple[SignPayload, Tree]:
-        assert by_tensor is not None
-        layout = lay_out(rows, by_tensor.row_length, mu[0].device)
-        args = mu, grads, decay, *sent(error, layout), layout.valid, layout.runs
+        assert segments is not None
+        layout = lay_out(rows, segments.row_length, mu[0].device)
+        args = mu, grads, decay, *sent(error, layout), *layout.segments
         return finish_both(rows, layout, error, *direct("momentum_encode", *args))
 
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
         # (W, n / 8) -> (1, W, n / 8), and scales (W, S) -> (1, W, S)
         buffer, before = sent(error, layout)
-        args = received.bits[None], _scales_of(received, before.dtype)[None], buffer, before, layout.valid, layout.runs
+        args = received.bits[None], scales_of(received, before.dtype)[None], buffer, before, *layout.segments
         served = direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)
 
@@ -221,7 +227,7 @@ def _sign_with_feedback(
             plain: Tensor = error
             return plain
         layout = lay_out(rows, error.buffer.shape[0] // rows, error.buffer.device)
-        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), layout.valid, layout.runs)
+        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), *layout.segments)
         return residual.reshape(-1)
 
-    return Fused(init, accepts, encode, to_plain, serve, averages if by_tensor is not None else None, encode_over)
+    return Fused(init, accepts, encode, to_plain, serve, averages if segments is not None else None, encode_over, block)

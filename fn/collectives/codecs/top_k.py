@@ -16,11 +16,11 @@ from torch import Tensor
 from fn import tree
 from fn.arguments import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
-from fn.collectives.codecs.codec import Codec, Fused, Segments, identity, pack, segmented, segments_of, tile, unpack
+from fn.collectives.codecs.codec import Codec, Fused, Segments, identity, pack, segmented, segments_of, unpack
 from fn.collectives.feedback import Classic, Decayed, Differences
 from fn.errors import expected
 from fn.kernels import memory_pool
-from fn.kernels.layout import scale_dtype
+from fn.kernels.layout import scale_dtype, tile
 from fn.kernels.tracing import cached_plan, is_concrete, pooled
 
 Tree = Any

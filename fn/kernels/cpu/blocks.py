@@ -25,7 +25,13 @@ LARGER_THAN_CACHE = 1 << 20
 BLOCK = 1 << 12
 """Elements of a block where squares are added."""
 
-WHOLE_SEGMENTS = 1 << 62
+STEP = 256
+"""Elements of a piece: enough to pay for the checks in front of a loop."""
+
+WHOLE = 62
+"""A shift after which nothing is left of an offset."""
+
+WHOLE_SEGMENTS = 1 << WHOLE
 """Elements of a place that no segment has: every segment is one."""
 
 
@@ -33,7 +39,8 @@ class Grid(NamedTuple):
     """The blocks of some rows, as compiled loops take them: addresses and numbers.
 
     blocks: of a row. table: (blocks, 4) as in `BlockTable`. segments: of a row. valid: (R, S). n: elements of a row.
-    nontemporal: 1 where results are more than a cache holds, so that they are written past it.
+    nontemporal: 1 where results are more than a cache holds, so that they are written past it. step, shift, starts,
+    scales: as in `Scales`.
     """
 
     blocks: int
@@ -42,6 +49,23 @@ class Grid(NamedTuple):
     valid: int
     n: int
     nontemporal: int
+    step: int
+    shift: int
+    starts: int
+    scales: int
+
+
+class Scales(NamedTuple):
+    """Where the scales of a row's elements are: of segments, or of blocks of 2**shift elements.
+
+    step: elements of a piece, which has one scale. shift: an offset in a segment, shifted so far to the right, is that
+    of its scale; `WHOLE` where a segment has one. starts: (segments,) int64, the first scale of each. count: of a row.
+    """
+
+    step: int
+    shift: int
+    starts: NDArray[np.int64]
+    count: int
 
 
 class BlockTable(NamedTuple):
@@ -65,6 +89,20 @@ class BlockTable(NamedTuple):
 def block_table(runs: Sequence[int], block: int = BLOCK) -> BlockTable:
     """Return the places of a row, each at most `block` elements long."""
     return _block_table(tuple(runs), block)
+
+
+def has_loops_for(block: int) -> bool:
+    """Return whether the loops take blocks of so many elements: a piece is in one of them, and they share it evenly."""
+    return block == 0 or (8 <= block <= STEP and STEP % block == 0)
+
+
+@lru_cache(maxsize=PLANS)
+def scales_of(runs: tuple[int, ...], block: int) -> Scales:
+    """Return where scales are, for a block that there are loops for."""
+    widths = np.repeat(np.array(runs[1::2], dtype=np.int64), np.array(runs[::2], dtype=np.int64))
+    counts = -(-widths // block) if block else np.ones_like(widths)
+    starts = np.cumsum(counts) - counts
+    return Scales(block or STEP, block.bit_length() - 1 if block else WHOLE, starts, int(counts.sum()))
 
 
 def runs_of_tensors(tensors: Sequence[Tensor]) -> list[int]:
@@ -107,14 +145,15 @@ def _blocks_of_segments(runs: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def run(
-    kernel: Callable[..., Any], at: BlockTable, valid: Tensor | int, *args: Any, scratch: int = 0, over: bool = False
-) -> None:
+    kernel: Callable[..., Any], at: BlockTable, valid: Tensor | int, *args: Any, scratch: int = 0, over: bool = False,
+    scales: Scales | None = None,
+) -> None:  # fmt: skip
     """Run a compiled loop over all places of all rows, on several threads where it pays.
 
     Args: valid (R, S) int64; where the loop does not look at it, R. args: of the loop; tensors and arrays become
         addresses, a list of tensors the address of a table of theirs, None 0, a float a float32. scratch: bytes of
         memory that each thread gets, its address being the last argument of the kernel. over: results are written over
-        what was read, so that they are in the cache.
+        what was read, so that they are in the cache. scales: where they are, for the loops that look at scales.
     """
     rows, blocks = valid if isinstance(valid, int) else valid.shape[0], len(at.table)
     elements, total = rows * at.n, rows * blocks
@@ -123,7 +162,9 @@ def run(
     kept: list[Any] = []  # what the addresses are of; it must live as long as the loop runs
     lengths = 0 if isinstance(valid, int) else _argument(valid.contiguous(), kept)
     nontemporal = int(elements >= LARGER_THAN_CACHE and not over)
-    grid = Grid(blocks, at.table.ctypes.data, at.segments, lengths, at.n, nontemporal)
+    step, shift, starts, count = (STEP, WHOLE, None, 0) if scales is None else scales
+    places = _argument(starts, kept)
+    grid = Grid(blocks, at.table.ctypes.data, at.segments, lengths, at.n, nontemporal, step, shift, places, count)
     values = [_argument(value, kept) for value in args]
 
     def work(low: int, high: int) -> None:

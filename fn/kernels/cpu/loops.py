@@ -21,10 +21,8 @@ from numba import njit
 from numba.extending import overload, register_jitable
 
 from fn.kernels import rules
+from fn.kernels.cpu.blocks import STEP
 from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude, stream
-
-STEP = 256
-"""Elements of a piece: enough to pay for the checks in front of a loop."""
 
 PREFETCH = STEP
 """Elements that are asked for ahead, measured, where codes are packed. Processors do not look beyond a page of memory
@@ -116,6 +114,12 @@ def block_of(grid, k):
     """Return the row of block k of all rows, its first element, its length, its segment and its offset in that."""
     block = ints(grid.table + 32 * (k % grid.blocks))
     return k // grid.blocks, block[0], block[1], block[2], block[3]
+
+
+@compiled()
+def scale_of(grid, s, offset):
+    """Return the place in a row of the scale of an element of segment s."""
+    return ints(grid.starts)[s] + (offset >> grid.shift)
 
 
 @compiled()

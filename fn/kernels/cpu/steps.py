@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
+from fn.kernels.cpu.blocks import BlockTable, block_table, has_loops_for, run, runs_of_tensors, scales_of
 from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, limit, streams, write
+from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, limit, scale_of, streams, write
 from fn.kernels.cpu.signs import divided, encode, messages, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
@@ -59,11 +59,11 @@ def onebit_blocks(
         have = limit(ints(sizes)[s] - start, length)
         p, nu = ints(ps)[s] + 4 * start, ints(nus)[s] + 4 * start
         mu = ints(mus)[s] + 4 * start
-        theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
-        too = ints(copies)[s] + 4 * start if copies else 0
-        for i in range(0, have, STEP):
-            at, count = 4 * i, min(STEP, have - i)
-            unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count)
+        theirs, too = received + r * row_stride, ints(copies)[s] + 4 * start if copies else 0
+        for i in range(0, have, grid.step):
+            at, count, own = 4 * i, min(grid.step, have - i), scale_of(grid, s, offset + i)
+            factors = scales + 4 * (r * ranks * grid.scales + own)
+            unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.scales, scratch, count, count)
             onebit_piece(scratch, p + at, nu + at, descent, keep_zeros, count)
             write(mu + at, scratch, count, streams(grid, mu))
             if too:
@@ -173,28 +173,29 @@ def extents(tensors: Sequence[Tensor], at: BlockTable) -> tuple[NDArray[np.int64
 
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
-    runs: Sequence[int],
+    runs: Sequence[int], block: int,
 ) -> Any:  # fmt: skip
     """See `reference.steps.momentum_encode`."""
     at = block_table(runs)
-    if not at.aligned or not plain(mu, grads, (buffer, sent)):
+    if not at.aligned or not has_loops_for(block) or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
     b, averages = empty(buffer.shape, torch.float32, buffer.device), ([*mu], [*grads], *extents(mu, at), float(decay))
-    return (b, *encode(buffer.shape[0], valid, runs, (buffer, sent), b, averages=averages))
+    return (b, *encode(buffer.shape[0], valid, runs, block, (buffer, sent), b, averages=averages))
 
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    runs: Sequence[int], block: int, eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
     copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`."""
     at = block_table(runs)
-    if not at.aligned or not plain(params, mu, nu, copies, (scales,)):
+    if not at.aligned or not has_loops_for(block) or not plain(params, mu, nu, copies, (scales,)):
         return NotImplemented
     descent = (*map(float, (eps, weight_decay, lr, max_step)),)
     run(onebit_blocks, at, valid, [*params], [*mu], [*nu], *extents(params, at), [*copies] or None,
-        *messages(bits, divided(scales)), descent, keep_zeros, scratch=4 * STEP)  # fmt: skip
+        *messages(bits, divided(scales)), descent, keep_zeros, scratch=4 * STEP,
+        scales=scales_of(tuple(runs), block))  # fmt: skip
     return None
 
 

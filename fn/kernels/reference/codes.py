@@ -1,7 +1,7 @@
 """Codes of vectors that travel: sign bits, integers, and floating numbers of 8 bits.
 
-Shapes: R rows, n elements of a row, S segments of a row, W ranks. `layout` describes segments, `runs`
-and `valid`.
+Shapes: R rows, n elements of a row, S segments of a row, B of them or of their blocks, W ranks. `layout` describes
+segments, `runs`, `valid` and `block`.
 
 Sign bits are little-endian: 1 means x >= 0 (also -0.0). The end of the last byte is padded with 0, which is minus one.
 
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn.kernels import rules
-from fn.kernels.layout import padding_mask, per_run, row_length, scale_dtype, spread
+from fn.kernels.layout import blocks_of, padding_mask, per_run, row_length, scale_dtype, spread
 
 # signs
 
@@ -70,12 +70,13 @@ def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
     return torch.cat([*sums, b.new_empty((b.shape[0], 0), dtype=torch.float64)], -1)
 
 
-def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the sign bits of x (R, n), and the sum of squares of each segment.
+def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
+    """Return the sign bits of x (R, n), and the sum of squares of each block or segment.
 
-    Args: x (R, n) floating; valid (R, S) int64; runs.
-    Returns: bits (R, ceil(n / 8)) uint8 with padding as minus one; sums (R, S) float64.
+    Args: x (R, n) floating; valid (R, S) int64; runs; block.
+    Returns: bits (R, ceil(n / 8)) uint8 with padding as minus one; sums (R, B) float64.
     """
+    valid, runs = blocks_of(valid, runs, block)
     real = padding_mask(x, valid, runs)
     x = x.to(scale_dtype(x))
     bits = torch.ops.fn.pack_bits(torch.where(real, x, -1.0))
@@ -83,54 +84,55 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, 
 
 
 def sign_encode_feedback(
-    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add the residual error to x (R, n), and encode: b = x + (buffer - sent * sgn(buffer)).
 
-    Args: x (R, n) floating; buffer (R, n) the last b, sent (R, S) the scales it was sent with, both float32 or
-        float64 (an error itself is a buffer that was sent with scale 0); valid (R, S) int64; runs.
+    Args: x (R, n) floating; buffer (R, n) the last b, sent (R, B) the scales it was sent with, both float32 or
+        float64 (an error itself is a buffer that was sent with scale 0); valid (R, S) int64; runs; block.
     Returns: b (R, n); bits and sums of b as `sign_encode`.
     """
-    b = x + sign_residual(buffer, sent, valid, runs)
-    return (b, *sign_encode(b, valid, runs))
+    b = x + sign_residual(buffer, sent, valid, runs, block)
+    return (b, *sign_encode(b, valid, runs, block))
 
 
 def sign_encode_feedback_(
-    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int
 ) -> tuple[Tensor, Tensor]:
     """Do what `sign_encode_feedback` does, and write b over x.
 
     Args: x (R, n) in the dtype of the buffer; the rest as there.
     Returns: bits and sums of b.
     """
-    b, bits, sums = sign_encode_feedback(x, buffer, sent, valid, runs)
+    b, bits, sums = sign_encode_feedback(x, buffer, sent, valid, runs, block)
     x.copy_(b)
     return bits, sums
 
 
-def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> Tensor:
     """Return b - scale * sgn(b), the residual error of a message, and b itself in the padding.
 
-    Args: b (R, n); scales (R, S) of the same dtype, float32 or float64; valid (R, S) int64; runs.
+    Args: b (R, n); scales (R, B) of the same dtype, float32 or float64; valid (R, S) int64; runs; block.
     Returns: (R, n).
     """
+    valid, runs = blocks_of(valid, runs, block)
     return torch.where(padding_mask(b, valid, runs), rules.residual(b, spread(scales, runs), 0.0), b)
 
 
-def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
+def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> None:
     """Do what `sign_residual` does, in place."""
-    b.copy_(sign_residual(b, scales, valid, runs))
+    b.copy_(sign_residual(b, scales, valid, runs, block))
 
 
 def sign_serve(
-    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do all that a server does, the rank which reduces a shard: the mean of W messages, feedback, encode.
 
-    Args: bits (R, W, ceil(n / 8)), scales (R, W, S) as `sign_decode_mean`; the rest as `sign_encode_feedback`.
+    Args: bits (R, W, ceil(n / 8)), scales (R, W, B) as `sign_decode_mean`; the rest as `sign_encode_feedback`.
     Returns: as `sign_encode_feedback`.
     """
-    return sign_encode_feedback(sign_decode_mean(bits, scales, valid, runs), buffer, sent, valid, runs)
+    return sign_encode_feedback(sign_decode_mean(bits, scales, valid, runs, block), buffer, sent, valid, runs, block)
 
 
 def _of_signs(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
@@ -140,12 +142,13 @@ def _of_signs(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) 
     return torch.where(padding_mask(decoded, valid, runs), decoded, 0.0)
 
 
-def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> Tensor:
     """Return the mean of W decoded messages, added in rank order, each scale divided by W first.
 
-    Args: bits (R, W, ceil(n / 8)) uint8; scales (R, W, S); valid (R, S) int64; runs.
+    Args: bits (R, W, ceil(n / 8)) uint8; scales (R, W, B); valid (R, S) int64; runs; block.
     Returns: (R, n) in the dtype of the scales.
     """
+    valid, runs = blocks_of(valid, runs, block)
     ranks = bits.shape[1]
     scales = scales * (1.0 / ranks)
     # (R, W, bytes) -> (R, bytes) of each rank; added in their order, so that all ranks get the same bits

@@ -45,14 +45,14 @@ def is_normal(eps: float, dtype: torch.dtype) -> bool:
 
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
-    runs: Sequence[int],
+    runs: Sequence[int], block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Encode with feedback the moving average decay * mu + (1 - decay) * grad of every tensor.
 
     Args: mu, grads: S tensors each; decay; the rest, and the results, as for `codes.sign_encode_feedback`.
     """
     averages = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs)
-    return sign_encode_feedback(averages, buffer, sent, valid, runs)
+    return sign_encode_feedback(averages, buffer, sent, valid, runs, block)
 
 
 def momentum_rows(
@@ -87,7 +87,7 @@ def drift(
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    runs: Sequence[int], block: int, eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
     copies: Sequence[Tensor],
 ) -> None:  # fmt: skip
     """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
@@ -95,12 +95,12 @@ def onebit_adam_(
         mu <- mean_r D(codes_r), 0 where nu = 0
         p <- p - lr (clamp(mu / (sqrt(nu) + eps)) + weight_decay p)
 
-    Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
-        runs: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. max_step: the direction is `clamped` to it;
+    Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, B), valid,
+        runs, block: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. max_step: the direction is `clamped` to it;
         infinity for no clamp. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params are
         copied, or none.
     """
-    means = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
+    means = tensors_of(sign_decode_mean(bits, scales, valid, runs, block), params, runs)
     for p, m, v, x in zip(params, mu, nu, means, strict=True):
         m.copy_(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x)
         _descend(p, m, v, eps, weight_decay, lr, max_step)
