@@ -58,24 +58,29 @@ def rows(ranks: int, shapes: Shapes = SHAPES) -> tuple[Tensor, list[int]]:
     return valid, [x for w in widths for x in (1, w)]
 
 
-def codes(count: int, messages: int, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
-    n, segments = sum(runs[1::2]), len(runs) // 2
-    bits = torch.randint(0, 256, (count, messages, n // 8 + 5), generator=draw).to(torch.uint8)
-    return bits[:, :, 5:], torch.rand((count, messages, segments), generator=draw)
+def scales(runs: Sequence[int], block: int, *rows: int) -> Tensor:
+    """Return scales of as many rows: one for every block of a segment, or for 0 one for the segment."""
+    count = sum(-(-width // block) for width in runs[1::2]) if block else len(runs) // 2
+    return torch.rand((*rows, count), generator=draw)
+
+
+def codes(count: int, messages: int, runs: Sequence[int], block: int) -> tuple[Tensor, Tensor]:
+    bits = torch.randint(0, 256, (count, messages, sum(runs[1::2]) // 8 + 5), generator=draw).to(torch.uint8)
+    return bits[:, :, 5:], scales(runs, block, count, messages)
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield ops and arguments; params and gradients are of a dtype."""
     for count, messages in ((2, 1), (1, 3)):
         valid, runs = rows(count)
-        place, n, segments = (valid, runs), sum(runs[1::2]), len(runs) // 2
-        error, sent = torch.randn((count, n), generator=draw), torch.rand((count, segments), generator=draw)
-        message = codes(count, messages, runs)
-        yield "momentum_encode", (tensors(), tensors(dtype), 0.9, error, sent, *place)
         step = tensors(dtype), tensors(), tensors(min=0.0)
         copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
-        yield "onebit_adam_", (*step, *message, *place, *DESCENT, True, copies)
-        yield "momentum_rows", (tensors(), tensors(dtype), 0.2, sent[0] if count > 1 else None, count, runs)
+        for block in (0, 64):
+            place, error = (valid, runs, block), torch.randn((count, sum(runs[1::2])), generator=draw)
+            yield "momentum_encode", (tensors(), tensors(dtype), 0.9, error, scales(runs, block, count), *place)
+            yield "onebit_adam_", (*step, *codes(count, messages, runs, block), *place, *DESCENT, True, copies)
+        factors = scales(runs, 0) if count > 1 else None
+        yield "momentum_rows", (tensors(), tensors(dtype), 0.2, factors, count, runs)
         yield "drift", (step[0], tensors(), tensors(), tensors(dtype), step[2], 0.9, 1e-3, 1e-2, count, runs)
     yield from anywhere(dtype)
 
@@ -161,18 +166,35 @@ def check_special_numbers() -> None:
     lists = params, [special], torch.ones(1), mu, nu, [torch.rand(6)]
     compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, 0.7))
     valid, runs = rows(1, [(6,)])
-    compare("momentum_encode", (mu, [special], 0.0, torch.zeros(1, 8), torch.zeros(1, 1), valid, runs))
+    compare("momentum_encode", (mu, [special], 0.0, torch.zeros(1, 8), torch.zeros(1, 1), valid, runs, 0))
+    (valid, runs), long = rows(1, [(150,)]), torch.ones(150)
+    long[:6] = special
+    sent, error = torch.zeros(1, 3), torch.zeros(1, 152)
+    compare("momentum_encode", ([torch.ones(150)], [long], 0.0, error, sent, valid, runs, 64))
+    _, _, sums = KERNELS["momentum_encode"]([torch.ones(150)], [long], 0.0, error, sent, valid, runs, 64)
+    assert sums[0, 1:].tolist() == [64.0, 22.0], "a block has what is special in another one"
 
 
 def check_whole_blocks() -> None:
-    """Blocks without an end, in two dtypes, and several of them in a segment."""
+    """Blocks without an end, in two dtypes, and several of them in a segment; scales of what a block has many of."""
     shapes = [(2 * blocks.BLOCK + 24,)]
     for dtype in (torch.float32, torch.bfloat16):
         lists = tensors(dtype, shapes), tensors(dtype, shapes), tensors(shapes=shapes), tensors(shapes=shapes, min=0.0)
         compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, False))
     valid, runs = rows(2, shapes)
     error = torch.randn((2, sum(runs[1::2])), generator=draw)
-    compare("momentum_encode", (lists[2], lists[1], 0.9, error, torch.rand(2, 1, generator=draw), valid, runs))
+    for group in (0, 8, 64, blocks.BLOCK):
+        place = valid, runs, group
+        compare("momentum_encode", (lists[2], lists[1], 0.9, error, scales(runs, group, 2), *place))
+        compare("onebit_adam_", (lists[0], *lists[2:], *codes(2, 3, runs, group), *place, *DESCENT, True, []))
+        compare("sign_encode", (error, *place))
+        compare("sign_encode_feedback", (error, error.flip(1), scales(runs, group, 2), *place))
+        compare("sign_residual", (error, scales(runs, group, 2), *place))
+        compare("sign_decode_mean", (*codes(2, 3, runs, group), *place))
+        compare("sign_serve", (*codes(2, 3, runs, group), error, scales(runs, group, 2), *place))
+    for group in (24, 2 * blocks.BLOCK):
+        refused("momentum_encode", (lists[2], lists[1], 0.9, error, scales(runs, group, 2), valid, runs, group))
+        compare("sign_serve", (*codes(2, 3, runs, group), error, scales(runs, group, 2), valid, runs, group))
     half = [[x.view(2, 2, -1).transpose(0, 1)] for (x,) in lists]  # dense, and in no usual order
     compare("adamw_", (*half, 0.9, 0.99, *DESCENT, False), torch.clone)
 

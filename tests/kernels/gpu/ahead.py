@@ -16,16 +16,17 @@ from triton.compiler import ASTSource
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, rules, signs, steps
 
 POINTERS = {
-    "table": "*i64", "valid": "*i64", "addresses": "*i64", "ends": "*i64", "bits": "*u8", "received": "*u8",
-    "codes": "*u8", "seen": "*u8", "kept": "*i8", "error": "*i8", "squares": "*fp64", "sums": "*fp64", "parts": "*fp64",
+    "table": "*i64", "valid": "*i64", "firsts": "*i64", "addresses": "*i64", "ends": "*i64", "bits": "*u8",
+    "received": "*u8", "codes": "*u8", "seen": "*u8", "kept": "*i8", "error": "*i8", "squares": "*fp64",
+    "sums": "*fp64", "parts": "*fp64",
     "x": "*fp32", "buffer": "*fp32", "sent": "*fp32", "out": "*fp32", "scales": "*fp32", "b": "*fp32",
     "error_scales": "*fp32", "kept_scales": "*fp32", "peaks": "*fp32", "rates": "*fp32", "scaling": "*fp32",
     "factors": "*fp32",
 }  # fmt: skip
-NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
+NUMBERS = ("n", "blocks", "segments", "count", "width", "ranks", "total", "rows", "down", "right")
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
-    "FROZEN": False, "COPIES": True,
+    "FROZEN": False, "COPIES": True, "GROUP": 0,
     "RULE": rules.RULES["lion"], "RESULTS": (tl.float32, tl.float32), "OPERANDS": (tl.float32, tl.float32),
     "KINDS": ("number", "one"), "BARRIER": False, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "means of e4m3": ("dequantize", {"WIDTH": 43, "BLOCK": 256, "COUNT": 8}),
     "means of e5m2": ("dequantize", {"WIDTH": 52}),
     "signs of averages": ("encode_averages", {"G": tl.bfloat16}),
+    **{f"{name}, groups": (name, {"GROUP": 64}) for name in KERNELS if "GROUP" in KERNELS[name].arg_names},
     "half precision": ("adamw", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
     "anywhere": ("adamw", {"ALIGNED": False}),
     "a rule of half precision, in place": (

@@ -83,7 +83,8 @@ def test_nothing_is_spilled(case):
 
 @compiled
 @pytest.mark.parametrize("case", ["encode", "residual", "encode_averages", "onebit", "adamw", "adamw_into",
-                                  "drift", "momentum_rows", "elementwise"])  # fmt: skip
+                                  "drift", "momentum_rows", "elementwise", "encode, groups", "residual, groups",
+                                  "encode_averages, groups", "onebit, groups"])  # fmt: skip
 def test_whole_blocks_are_read_in_vectors(case):
     """Each list is read once by fours, in whole blocks, and once one by one, at ends; all else is a few scales."""
     words = ahead.compile_ahead(case, "sm_90").asm["ptx"].split()
@@ -137,7 +138,7 @@ def test_half_precision_is_rounded_to_nearest():
 
 
 @compiled
-@pytest.mark.parametrize("case", ahead.KERNELS)
+@pytest.mark.parametrize("case", ahead.CASES)
 def test_no_offset_is_multiplied_in_32_bits(case):
     """The messages of all ranks together are more than 2**31 bytes for 2**31 numbers in eight bits."""
     lines = ahead.compile_ahead(case, "sm_90").asm["ttir"].splitlines()

@@ -5,6 +5,9 @@ A program works on one block of one row, at most BLOCK elements that do not cros
 length, segment, offset in the segment) of an int64 table, see `cpu.blocks`. In a row of a message segment s belongs to
 tensor s, and the block is also one of that tensor.
 
+Here a block is always a program's. Elements with a scale of their own, which are called a block elsewhere, are a group:
+GROUP says how many, and for 0 a segment has one scale. A block is some groups, of which none is in two blocks.
+
 All launches go through `launch`; whatever else is done on the device is an ordinary call of torch.
 """
 
@@ -22,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, block_table, runs_of_tensors
+from fn.kernels.cpu.blocks import BlockTable, block_table, runs_of_tensors, scales_of
 from fn.kernels.devices import pin_memory
 from fn.kernels.gpu.triton.launches import Launch, launch_of
 from fn.kernels.gpu.triton.rules import compensated, signed
-from fn.kernels.layout import alike_in_memory, bytes_for, contiguous, dtypes_of
+from fn.kernels.layout import alike_in_memory, blocks_of, bytes_for, contiguous, dtypes_of
 from fn.kernels.tracing import PLANS, cached_plan
 
 BLOCK = Launch().block
@@ -48,7 +51,9 @@ WITH_STREAMS = ("cuda", "xpu")
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What kernels on lists read, as Triton calls it."""
 
-ANYTHING = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right", "bits", "received")
+ANYTHING = (
+    "n", "blocks", "segments", "count", "width", "ranks", "total", "rows", "down", "right", "bits", "received",
+)  # fmt: skip
 """Arguments that Triton does not compile anew for: by default it does where a number is 1, and where a number or an
 address is a multiple of 16. Of signs, whose bytes are read one by one, the code is the same for all addresses; they
 begin behind as many scales as a model has tensors."""
@@ -68,13 +73,18 @@ class Cut(NamedTuple):
     """A row cut into blocks.
 
     host: the blocks, on the host. table: theirs, on the device. ends: (segments + 1,) int64, where the blocks of each
-    segment begin and end, on the device. block: the size of a program's block, a power of two.
+    segment begin and end, on the device. block: the size of a program's block, a power of two. group: elements of a
+    group; 0 where a segment has one scale. firsts: (blocks,) int64, the first scale of each block, on the device.
+    count: scales of a row.
     """
 
     host: BlockTable
     table: Tensor
     ends: Tensor
     block: int
+    group: int
+    firsts: Tensor
+    count: int
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -90,21 +100,37 @@ class Cut(NamedTuple):
         """Return what kernels take of rows whose segments have padding: table, valid, n, blocks, segments."""
         return self.table, valid.contiguous(), *self.sizes, self.host.segments
 
+    def scales(self, valid: Tensor) -> tuple[Any, ...]:
+        """Return what kernels of signs take: table, valid, firsts, n, blocks, segments, count."""
+        return self.table, valid.contiguous(), self.firsts, *self.sizes, self.host.segments, self.count
 
-def cut(runs: Sequence[int], device: torch.device, block: int = BLOCK) -> Cut:
+
+def cut(runs: Sequence[int], device: torch.device, block: int = BLOCK, group: int = 0) -> Cut:
     """Return the blocks of a row, each at most `block` elements long."""
-    return _cut(tuple(runs), device, block)
+    return _cut(tuple(runs), device, block, group)
+
+
+def fits(group: int, block: int = BLOCK) -> bool:
+    """Return whether blocks are whole groups of so many elements, and those whole bytes of signs."""
+    return group == 0 or (group >= 8 and block % group == 0)
+
+
+def grouped(valid: Tensor, runs: Sequence[int], group: int) -> tuple[Tensor, Sequence[int], int]:
+    """Return valid, runs and a group that fits: groups of other sizes become segments."""
+    return (valid, runs, group) if fits(group) else (*blocks_of(valid, runs, group), 0)
 
 
 @lru_cache(maxsize=PLANS)
-def _cut(runs: tuple[int, ...], device: torch.device, block: int) -> Cut:
+def _cut(runs: tuple[int, ...], device: torch.device, block: int, group: int) -> Cut:
     host = block_table(runs, block)
     longest = int(host.table[:, 1].max(initial=1))
     # (blocks,) -> (segments,), and with a zero in front (segments + 1,)
     counts = np.bincount(host.table[:, 2], minlength=host.segments)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    table, bounds = (torch.from_numpy(x).to(device) for x in (host.table, ends))
-    return Cut(host, table, bounds, max(16, triton.next_power_of_2(longest)))
+    scales = scales_of(runs, group)
+    firsts = scales.starts[host.table[:, 2]] + (host.table[:, 3] >> scales.shift)
+    table, bounds, places = (torch.from_numpy(x).to(device) for x in (host.table, ends, firsts))
+    return Cut(host, table, bounds, max(16, triton.next_power_of_2(longest)), group, places, scales.count)
 
 
 class Addresses(NamedTuple):
@@ -177,15 +203,16 @@ class Lists(NamedTuple):
 
 
 def lists_of(
-    *lists: Sequence[Tensor], runs: Sequence[int] | None = None, block: int = BLOCK, **dtyped: Sequence[Tensor]
-) -> Lists | None:
+    *lists: Sequence[Tensor], runs: Sequence[int] | None = None, block: int = BLOCK, group: int = 0,
+    **dtyped: Sequence[Tensor],
+) -> Lists | None:  # fmt: skip
     """Return what kernels take of lists of as many tensors each; None for tensors that they do not take.
 
     All blocks have one size, however small the tensors are: what was compiled for the known answers is what runs.
 
     Args: runs: of the rows of a message in which the tensors lie in pieces. None: every tensor is a segment of one row.
-        block: elements of a program. dtyped: the lists whose dtype is a constant of the kernel, by its name; all others
-        must be float32.
+        block: elements of a program. group: as in `Cut`. dtyped: the lists whose dtype is a constant of the kernel, by
+        its name; all others must be float32.
     """
     dtypes = {name: dtype_of(tensors) for name, tensors in dtyped.items()}
     others = [tensors for tensors in lists if not any(tensors is t for t in dtyped.values())]
@@ -194,7 +221,7 @@ def lists_of(
     # in messages the order of elements is that of all ranks; otherwise it may be any, if all lists have the same
     if not (alike_in_memory(*lists) if runs is None else contiguous(*lists)):
         return None
-    row = cut(runs_of_tensors(lists[0]) if runs is None else runs, lists[0][0].device, block)
+    row = cut(runs_of_tensors(lists[0]) if runs is None else runs, lists[0][0].device, block, group)
     table = addresses(*lists, widths=() if runs is None else row.host.widths.tolist())
     aligned = table.aligned and (runs is None or row.host.whole)
     return Lists(row, table.table, {**dtypes, "ALIGNED": aligned, "BLOCK": block})
@@ -238,9 +265,10 @@ def is_nvidia(device: torch.device) -> bool:
 
 
 def outputs(rows: int, row: Cut) -> tuple[Tensor, Tensor]:
-    """Return memory for the sign bits of rows, and for the squares of their blocks."""
+    """Return memory for the sign bits of rows, and for the squares of their groups, or else of their blocks."""
     bits = torch.empty((rows, bytes_for(row.host.n)), dtype=torch.uint8, device=row.table.device)
-    return bits, torch.empty((rows, row.blocks), dtype=torch.float64, device=row.table.device)
+    columns = row.count if row.group else row.blocks
+    return bits, torch.empty((rows, columns), dtype=torch.float64, device=row.table.device)
 
 
 def evenly(bits: Tensor) -> Tensor:
@@ -258,6 +286,11 @@ def messages(bits: Tensor) -> tuple[Any, ...]:
     """Return what kernels take of W messages behind the sizes: their distance in bytes, W, 1 / W."""
     ranks = bits.shape[1]
     return bits.stride(1 if ranks > 1 else 0), ranks, 1.0 / ranks
+
+
+def sums_of(squares: Tensor, row: Cut) -> Tensor:
+    """Return what has a scale each of what `outputs` gave: groups are whole, blocks are added up."""
+    return squares if row.group else add_up(squares, row)
 
 
 def add_up(parts: Tensor, row: Cut) -> Tensor:
@@ -333,6 +366,16 @@ def block_of(table, n, blocks, ALIGNED: tl.constexpr):
 
 
 @jit
+def scales_of_block(firsts, r, s, blocks, segments, count, GROUP: tl.constexpr):
+    """Return which scale of a row is the first one of a program's block, and how many a row has."""
+    if GROUP:
+        first = tl.load(firsts + tl.program_id(0) - r * blocks)
+    else:
+        first, count = s, segments
+    return first, count
+
+
+@jit
 def pointer(addresses, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Return a pointer to an element of a tensor, whose address is in memory."""
     x = tl.load(addresses).to(tl.pointer_type(DTYPE))
@@ -377,8 +420,22 @@ def store(x, i, value, length, FULL: tl.constexpr):
 
 
 @jit
-def write_codes(b, i, length, real, bits, squares, BLOCK: tl.constexpr):
-    """Write the sign bits of a block and the square of its norm, in which only real elements count."""
+def scale_of(scales, length, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the scale of a block, or of its octets (BLOCK / 8, 1). scales: its own, from the first on."""
+    if GROUP:
+        j = tl.arange(0, BLOCK // 8)[:, None]
+        scale = tl.load(scales + j // (GROUP // 8), mask=8 * j < length, other=0.0)
+    else:
+        scale = tl.load(scales)
+    return scale
+
+
+@jit
+def write_codes(b, i, length, real, bits, squares, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sign bits of a block and the squares of norms, in which only real elements count.
+
+    squares: where that of the block goes, or those of its groups.
+    """
     counts = (i < real) & (i < length)
     # (BLOCK / 8, 8) -> (BLOCK / 8,) bytes
     ones = ((b >= 0) & counts).to(tl.int32) << tl.arange(0, 8)[None, :]
@@ -387,32 +444,40 @@ def write_codes(b, i, length, real, bits, squares, BLOCK: tl.constexpr):
     # The padding of b keeps what it has, which may not count. The order of the sum depends on whether gradients are
     # aligned, as views of a bucket are not: in float32 the scale, and so later codes, would have other last digits.
     b = tl.where(counts, b, 0.0).to(tl.float64)
-    tl.store(squares + tl.program_id(0), tl.sum(b * b))
+    if GROUP:
+        g = tl.arange(0, BLOCK // GROUP)
+        # (BLOCK / 8, 8) -> (BLOCK / 8,) -> (BLOCK / GROUP, GROUP / 8) -> (BLOCK / GROUP,)
+        sums = tl.sum(tl.reshape(tl.sum(b * b, axis=1), (BLOCK // GROUP, GROUP // 8)), axis=1)
+        tl.store(squares + g, sums, mask=GROUP * g < length)
+    else:
+        tl.store(squares, tl.sum(b * b))
 
 
 @jit
-def encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL: tl.constexpr, BLOCK: tl.constexpr):
+def encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL: tl.constexpr, GROUP: tl.constexpr,
+                       BLOCK: tl.constexpr):  # fmt: skip
     """Add the residual error to x, what is left of a buffer that was sent, and encode."""
     old = load(buffer, i, length, FULL)
-    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
+    b = tl.where(i < real, compensated(x, old, scale_of(sent, length, GROUP, BLOCK), 0.0), x + old)
     store(out, i, b, length, FULL)
-    write_codes(b, i, length, real, bits, squares, BLOCK)
+    write_codes(b, i, length, real, bits, squares, GROUP, BLOCK)
 
 
 @jit
-def mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK: tl.constexpr):
+def mean_of(bits, scales, width, ranks, count, share, i, length, real, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Return share times the sum over the ranks of scale * sign, zero behind the real elements.
 
-    bits, scales: of the first rank; those of the next are `width` bytes and `segments` numbers on.
+    bits, scales: of the first rank; those of the next are `width` bytes and `count` numbers on.
     """
     j, k = tl.arange(0, BLOCK // 8), tl.arange(0, 8)
     total = tl.zeros((BLOCK // 8, 8), tl.float32)
     for w in range(ranks):
         byte = tl.load(bits + j, mask=8 * j < length, other=0).to(tl.int32)
-        decoded = signed(((byte[:, None] >> k[None, :]) & 1) - 1, tl.load(scales) * share, 0)
+        scale = scale_of(scales, length, GROUP, BLOCK) * share
+        decoded = signed(((byte[:, None] >> k[None, :]) & 1) - 1, scale, 0)
         total = tl.where(w == 0, decoded, total + decoded)  # 0 + -0 would be 0, where the reference begins with -0
         bits += width
-        scales += segments
+        scales += count
     return tl.where(i < real, total, 0.0)
 
 

@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fn.kernels.gpu.triton.blocks import (
-    add_up,
     block_of,
     cut,
     encode_compensated,
     evenly,
+    fits,
     floats,
     jit,
     kernel,
@@ -34,7 +34,9 @@ from fn.kernels.gpu.triton.blocks import (
     peak_of,
     piece_of,
     pointer,
+    scales_of_block,
     store,
+    sums_of,
 )
 from fn.kernels.gpu.triton.launches import launch_of
 from fn.kernels.gpu.triton.rules import adamw, kept_at_zero, lerp, second_moment
@@ -42,38 +44,41 @@ from fn.kernels.layout import plain
 
 
 @jit
-def averages_block(mu, g, inside, decay, buffer, sent, out, bits, squares, length, real, FULL: tl.constexpr,
-                   BLOCK: tl.constexpr):  # fmt: skip
+def averages_block(mu, g, inside, decay, buffer, sent, out, bits, squares, length, real, GROUP: tl.constexpr,
+                   FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Encode a moving average plus the residual error."""
     i = octets(BLOCK)
     x = lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay)
-    encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL, BLOCK)
+    encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL, GROUP, BLOCK)
 
 
 @kernel
-def encode_averages_kernel(addresses, table, valid, buffer, sent, out, bits, squares, decay, n, blocks, segments,
-                           G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def encode_averages_kernel(addresses, table, valid, firsts, buffer, sent, out, bits, squares, decay, n, blocks,
+                           segments, count, G: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+                           BLOCK: tl.constexpr):  # fmt: skip
     """Encode decay * mu + (1 - decay) * grad plus a residual error: what is left of a buffer that was sent."""
     r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    rs, tensor = r * segments + s, addresses + s * 4
+    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
+    own, tensor = r * count + scale, addresses + s * 4
     start, inside = piece_of(tensor + 2, r, offset, length, ALIGNED)
     mu, g = pointer(tensor, start, tl.float32, ALIGNED), pointer(tensor + 1, start, G, ALIGNED)
-    real = tl.load(valid + rs) - offset
-    to = bits + r * ((n + 7) // 8) + first // 8
-    block = mu, g, inside, decay, buffer + position, sent + rs, out + position, to, squares, length, real
+    real = tl.load(valid + r * segments + s) - offset
+    to, squares = bits + r * ((n + 7) // 8) + first // 8, squares + (own if GROUP else tl.program_id(0))
+    block = mu, g, inside, decay, buffer + position, sent + own, out + position, to, squares, length, real
     if inside == BLOCK:
-        averages_block(*block, True, BLOCK)
+        averages_block(*block, GROUP, True, BLOCK)
     else:
-        averages_block(*block, False, BLOCK)
+        averages_block(*block, GROUP, False, BLOCK)
 
 
 @jit
-def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, share, descent, length, real,
-                 KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr,
+def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, count, share, descent, length, real,
+                 KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, GROUP: tl.constexpr, FULL: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Take the step with the mean momentum."""
     i = octets(BLOCK)
-    m, v = mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK), load(nu, i, inside, FULL)
+    m = mean_of(bits, scales, width, ranks, count, share, i, length, real, GROUP, BLOCK)
+    v = load(nu, i, inside, FULL)
     if KEEP_ZEROS:
         m = kept_at_zero(m, v, 0.0, 0.0)
     store(mu, i, m, inside, FULL)
@@ -85,9 +90,10 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, 
 
 
 @kernel
-def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, max_step, n, blocks,
-                  segments, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
-                  COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def onebit_kernel(addresses, table, valid, firsts, bits, scales, eps, weight_decay, lr, max_step, n, blocks,
+                  segments, count, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
+                  COPIES: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, if so wanted.
 
     addresses: of params, mu, nu, copies.
@@ -97,14 +103,15 @@ def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, 
     start, inside = piece_of(tensor + 4, r, offset, length, ALIGNED)
     p, mu = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, tl.float32, ALIGNED)
     nu, copy = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, C, ALIGNED)
+    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
     real = tl.load(valid + r * segments + s) - offset
     bits += r * ranks * width + first // 8
-    scales += r * ranks * segments + s
-    tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, segments, share)
+    scales += r * ranks * count + scale
+    tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, count, share)
     if inside == BLOCK:
-        onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, True, BLOCK)
+        onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, GROUP, True, BLOCK)
     else:
-        onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, False, BLOCK)
+        onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, GROUP, False, BLOCK)
 
 
 @jit
@@ -243,39 +250,40 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
 
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
-    runs: Sequence[int],
+    runs: Sequence[int], block: int,
 ) -> Any:  # fmt: skip
     """See `reference.steps.momentum_encode`."""
-    if not cut(runs, buffer.device).host.aligned or not plain((buffer, sent)):
+    if not fits(block) or not cut(runs, buffer.device).host.aligned or not plain((buffer, sent)):
         return NotImplemented
-    lists = lists_of(mu, grads, runs=runs, G=grads)
+    lists = lists_of(mu, grads, runs=runs, group=block, G=grads)
     if lists is None:
         return NotImplemented
     b, (bits, squares) = torch.empty_like(buffer), outputs(buffer.shape[0], lists.row)
-    table, valid, *sizes = lists.row.segments(valid)
-    args = lists.addresses, table, valid, buffer, sent, b, bits, squares, float(decay), *sizes
-    launch(encode_averages_kernel, buffer, squares.numel(), *args, **lists.constants)
-    return b, bits, add_up(squares, lists.row)
+    table, valid, firsts, *sizes = lists.row.scales(valid)
+    args = lists.addresses, table, valid, firsts, buffer, sent, b, bits, squares, float(decay), *sizes
+    programs = buffer.shape[0] * lists.row.blocks
+    launch(encode_averages_kernel, buffer, programs, *args, **lists.constants, GROUP=block)
+    return b, bits, sums_of(squares, lists.row)
 
 
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
+    runs: Sequence[int], block: int, eps: float, weight_decay: float, lr: float, max_step: float, keep_zeros: bool,
     copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.steps.onebit_adam_`."""
-    if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
+    size = launch_of(onebit_kernel).block
+    if not fits(block, size) or not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
         return NotImplemented
-    block = launch_of(onebit_kernel).block
     # A table has four lists. Without copies the fourth is never read.
-    lists = lists_of(params, mu, nu, copies or params, runs=runs, block=block, P=params, C=copies)
+    lists = lists_of(params, mu, nu, copies or params, runs=runs, block=size, group=block, P=params, C=copies)
     if lists is None:
         return NotImplemented
     bits = evenly(bits)
-    table, valid, *sizes = lists.row.segments(valid)
+    table, valid, firsts, *sizes = lists.row.scales(valid)
     numbers = floats(eps, weight_decay, lr, max_step)
-    args = lists.addresses, table, valid, bits, scales.contiguous(), *numbers, *sizes, *messages(bits)
-    constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies)}
+    args = lists.addresses, table, valid, firsts, bits, scales.contiguous(), *numbers, *sizes, *messages(bits)
+    constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies), "GROUP": block}
     launch(onebit_kernel, bits, bits.shape[0] * lists.row.blocks, *args, **lists.constants, **constants)
     return None
 
