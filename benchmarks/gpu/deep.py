@@ -27,6 +27,7 @@ assert report, report
 """
 HUGE = {
     "signs": kernel_checks.huge_signs,
+    "signs in blocks of 64": partial(kernel_checks.huge_signs, block=64),
     "integers in 8 bits": kernel_checks.huge_integers,
     "integers in 4 bits": partial(kernel_checks.huge_integers, width=4),
     "AdamW": kernel_checks.huge_adamw,

@@ -23,6 +23,9 @@ from fn.kernels.table import Accelerator, cells, refusals, rows
 from fn.testing.kernels import SIZES
 
 BLOCK = 256
+SIGNS = 64
+"""Elements of a block of signs."""
+
 BETA = 0.8
 RANKS = 2
 QUICK = ("pack_bits", "sign_encode", "quantize")
@@ -32,17 +35,23 @@ LEAST = 85.0
 OF_COPY: dict[str, tuple[float, float | None]] = {
     "sign encode": (4 + 1 / 8, LEAST),
     "sign encode with feedback": (12 + 1 / 8, LEAST),
+    "sign encode with feedback, blocks of 64": (12 + 1 / 8 + (4 + 8) / SIGNS, None),
     "sign encode with feedback, in place": (12 + 1 / 8, LEAST),
     "sign server half, W = 2": ((RANKS / 8 + 8 + 1 / 8) / RANKS, None),
+    "sign server half, W = 2, blocks of 64": ((RANKS / 8 + 8 + 1 / 8 + (4 * RANKS + 4 + 8) / SIGNS) / RANKS, None),
     "sign decode": (4 + 1 / 8, LEAST),
     "sign decode, mean of W = 2": (4 + RANKS / 8, None),
+    "sign decode, mean of W = 2, blocks of 64": (4 + RANKS / 8 + 4 * RANKS / SIGNS, None),
     "int8 encode": (5 + 4 / BLOCK, LEAST),
     "int8 decode": (5 + 4 / BLOCK, LEAST),
     "int4 encode": (4.5 + 4 / BLOCK, LEAST),
     "int4 decode": (4.5 + 4 / BLOCK, LEAST),
     "int4 encode with 8-bit errors": (6.5 + 12 / BLOCK, None),
 }
-"""Bytes that must move for an element, and the least percentage of the copy's bandwidth."""
+"""Bytes that must move for an element, and the least percentage of the copy's bandwidth.
+
+A scale that is read has 4 bytes, a sum of squares that is written 8.
+"""
 
 
 def checks(options: Options) -> Checks:
@@ -112,14 +121,19 @@ def signs(n: int, device: torch.device) -> dict[str, Any]:
     valid, part = torch.tensor([[n]], device=device), torch.tensor([[half]], device=device)
     bits = torch.randint(0, 256, (1, RANKS, half // 8), dtype=torch.uint8, device=device)
     whole = torch.randint(0, 256, (1, RANKS, n // 8), dtype=torch.uint8, device=device)
-    shard = error[:, :half]
+    sent, many = (torch.rand(*rows, -(-n // SIGNS), device=device) for rows in ((1,), (1, RANKS)))
+    served, parts = (torch.rand(*rows, -(-half // SIGNS), device=device) for rows in ((1,), (1, RANKS)))
+    shard, row, piece = error[:, :half], (valid, [1, n]), (part, [1, half])
     return {
-        "sign encode": lambda: ops.sign_encode(x, valid, [1, n]),
-        "sign encode with feedback": lambda: ops.sign_encode_feedback(x, buffer, one, valid, [1, n]),
-        "sign encode with feedback, in place": lambda: ops.sign_encode_feedback_(over, buffer, one, valid, [1, n]),
-        "sign server half, W = 2": lambda: ops.sign_serve(bits, each, shard, one, part, [1, half]),
-        "sign decode": lambda: ops.sign_decode_mean(whole[:, :1], one[:, None], valid, [1, n]),
-        "sign decode, mean of W = 2": lambda: ops.sign_decode_mean(whole, each, valid, [1, n]),
+        "sign encode": lambda: ops.sign_encode(x, *row, 0),
+        "sign encode with feedback": lambda: ops.sign_encode_feedback(x, buffer, one, *row, 0),
+        "sign encode with feedback, blocks of 64": lambda: ops.sign_encode_feedback(x, buffer, sent, *row, SIGNS),
+        "sign encode with feedback, in place": lambda: ops.sign_encode_feedback_(over, buffer, one, *row, 0),
+        "sign server half, W = 2": lambda: ops.sign_serve(bits, each, shard, one, *piece, 0),
+        "sign server half, W = 2, blocks of 64": lambda: ops.sign_serve(bits, parts, shard, served, *piece, SIGNS),
+        "sign decode": lambda: ops.sign_decode_mean(whole[:, :1], one[:, None], *row, 0),
+        "sign decode, mean of W = 2": lambda: ops.sign_decode_mean(whole, each, *row, 0),
+        "sign decode, mean of W = 2, blocks of 64": lambda: ops.sign_decode_mean(whole, many, *row, SIGNS),
     }
 
 
@@ -171,7 +185,7 @@ def against_a_compiler(options: Options) -> Iterator[Row]:
     compiled = torch.compile(textbook.encode_for_a_compiler, backend="aot_eager" if options.quick else "inductor")
 
     def ours() -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = torch.ops.fn.sign_encode_feedback(x[None], buffer[None], one, valid, [1, n])
+        found: tuple[Tensor, ...] = torch.ops.fn.sign_encode_feedback(x[None], buffer[None], one, valid, [1, n], 0)
         return found
 
     with torch.no_grad():

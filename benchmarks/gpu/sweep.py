@@ -27,6 +27,9 @@ from fn.kernels.table import direct
 TABLE = Path(fn.__file__).parent / "kernels" / "gpu" / "triton" / "launches.py"
 BLOCKS, PER_WARP, REGISTERS = (1024, 2048, 4096), (128, 256, 512), (None, 48, 64)
 DESCENT = (1e-8, 0.01, 1e-3)
+SIGNS = 64
+"""Elements of a block of signs, as 1-bit Adam has them."""
+
 WORTH = 0.98
 """The share of the time of today's launch below which another one is taken."""
 
@@ -57,13 +60,18 @@ def rows(options: Options) -> tuple[Tensor, list[int]]:
     return valid, [x for size in sizes for x in (1, 8 * -(-size // 8))]
 
 
+def scales_of(runs: Sequence[int]) -> int:
+    """Return how many scales a row has."""
+    return sum(-(-width // SIGNS) for width in runs[1::2])
+
+
 def onebit(options: Options) -> Callable[[], Any]:
     """Return 1-bit Adam's step from codes."""
     p, _, m, v = lists(options)
     valid, runs = rows(options)
     bits = torch.randint(0, 256, (1, 1, sum(runs[1::2]) // 8), dtype=torch.uint8, device=options.torch_device)
-    scales = torch.rand(1, 1, len(p), device=options.torch_device)
-    return lambda: direct("onebit_adam_", p, m, v, bits, scales, valid, runs, *DESCENT, 1.0, True, [])
+    scales = torch.rand(1, 1, scales_of(runs), device=options.torch_device)
+    return lambda: direct("onebit_adam_", p, m, v, bits, scales, valid, runs, SIGNS, *DESCENT, 1.0, True, [])
 
 
 def encode_averages(options: Options) -> Callable[[], Any]:
@@ -71,8 +79,8 @@ def encode_averages(options: Options) -> Callable[[], Any]:
     _, g, m, _ = lists(options)
     valid, runs = rows(options)
     buffer = torch.randn(1, sum(runs[1::2]), device=options.torch_device)
-    sent = torch.rand(1, len(m), device=options.torch_device)
-    return lambda: direct("momentum_encode", m, g, 0.9, buffer, sent, valid, runs)
+    sent = torch.rand(1, scales_of(runs), device=options.torch_device)
+    return lambda: direct("momentum_encode", m, g, 0.9, buffer, sent, valid, runs, SIGNS)
 
 
 CALLS: Mapping[str, Callable[[Options], Callable[[], Any]]] = {

@@ -66,19 +66,19 @@ def contenders(n: int, compiler: bool, device: torch.device) -> dict[str, Callab
     row = x[None]
 
     def encode(buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-        b, _, sums = ops.sign_encode_feedback(row, buffer, sent, valid, [1, n])
+        b, _, sums = ops.sign_encode_feedback(row, buffer, sent, valid, [1, n], 0)
         return b, (sums / n).sqrt().float()
 
     def encode_over(x: Tensor, buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        _, sums = ops.sign_encode_feedback_(x, buffer, sent, valid, [1, n])
+        _, sums = ops.sign_encode_feedback_(x, buffer, sent, valid, [1, n], 0)
         return buffer, x, (sums / n).sqrt().float()  # the next x has the memory of the old error
 
     def encode_plain(e: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
-        b, _, sums = ops.sign_encode_feedback(row, e, zero, valid, [1, n])
-        return ops.sign_residual(b, (sums / n).sqrt().float(), valid, [1, n]), zero
+        b, _, sums = ops.sign_encode_feedback(row, e, zero, valid, [1, n], 0)
+        return ops.sign_residual(b, (sums / n).sqrt().float(), valid, [1, n], 0), zero
 
     def serve(buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-        b, _, sums = ops.sign_serve(bits[None], scales[None, :, None], buffer, sent, part, [1, shard])
+        b, _, sums = ops.sign_serve(bits[None], scales[None, :, None], buffer, sent, part, [1, shard], 0)
         return b, (sums / shard).sqrt().float()
 
     def int4(e: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,8 @@ def contenders(n: int, compiler: bool, device: torch.device) -> dict[str, Callab
         "textbook serve": Lazy(lambda e: textbook.serve(bits, scales, e)[2:], error[:shard]),
         "server half, W = 2, lazy": Lazy(serve, error[None, :shard], one),
         "textbook decode": lambda: textbook.decode(bits, scales),
-        "decode": lambda: ops.sign_decode_mean(bits[:, None], scales[:, None, None], part.expand(RANKS, 1), [1, shard]),
+        "decode": lambda: ops.sign_decode_mean(bits[:, None], scales[:, None, None], part.expand(RANKS, 1),
+                                               [1, shard], 0),
         "textbook int4": Lazy(lambda e, s: textbook.int4_with_8bit_error(x, e, s, BETA, BLOCK)[2:],
                               codes.view(-1, BLOCK), factors.view(-1, 1)),
         "int4 with 8-bit errors": Lazy(int4, codes, factors),

@@ -91,16 +91,18 @@ def huge_needs(device: torch.device, n: int) -> str | None:
     return None if free >= needed else f"{needed / 2**30:.0f} GiB are needed, {free / 2**30:.0f} GiB are free"
 
 
-def huge_signs(device: torch.device, n: int = HUGE) -> str | None:
+def huge_signs(device: torch.device, n: int = HUGE, block: int = 0) -> str | None:
     """Encode and decode n signs, and compare them with x itself, piece by piece."""
     x = _numbers(n, device)
-    valid, runs = torch.tensor([[n]], device=device), [1, n]
-    bits, squares = torch.ops.fn.sign_encode(x, valid, runs)
-    scales = torch.full((1, 1, 1), 0.5, device=device)
-    signs = torch.ops.fn.sign_decode_mean(bits[:, None], scales, valid, runs)
+    segments = torch.tensor([[n]], device=device), [1, n], block
+    bits, squares = torch.ops.fn.sign_encode(x, *segments)
+    scales = torch.full((1, *squares.shape), 0.5, device=device)
+    signs = torch.ops.fn.sign_decode_mean(bits[:, None], scales, *segments)
     total = sum(float(x[0, piece].double().square().sum()) for piece in _pieces(n))
-    if abs(float(squares) / total - 1) > 1e-6:
-        return f"the sum of squares is {float(squares)}, but {total} was expected"
+    if abs(float(squares.sum()) / total - 1) > 1e-6:
+        return f"the sum of squares is {float(squares.sum())}, but {total} was expected"
+    if block and not torch.allclose(squares[0, -1], x[0, (n - 1) // block * block :].double().square().sum()):
+        return "the sum of squares of the last block is another one's"
     for piece in _pieces(n):
         if not torch.equal(signs[0, piece], torch.where(x[0, piece] >= 0, 0.5, -0.5)):
             return f"signs differ from element {piece.start} on"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from gpu_device import PLACES, device
 from kernel_checks import (
@@ -61,7 +63,8 @@ def test_a_kernel_gives_the_references_answer_for_large_vectors(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [huge_signs, huge_integers, huge_adamw], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [huge_signs, partial(huge_signs, block=64), huge_integers, huge_adamw],
+                         ids=["signs", "signs in blocks", "integers", "adamw"])  # fmt: skip
 def test_offsets_do_not_overflow_above_two_to_the_31(check):
     n = SMALL if PROVES else HUGE
     if reason := huge_needs(HERE, n):
