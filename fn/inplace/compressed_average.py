@@ -1,8 +1,8 @@
 """The compressed all-reduce of steps in place: tensors travel as vectors, and the step is taken from what comes back.
 
-Where the quantized values are signs with a scale per tensor or block, a kernel decodes them in the step itself, so that no mean
-is ever written to memory. Any other mean is decoded first. The next residual errors are kept beside the old ones until
-the step is written: an exchange that fails, or a mean that is not finite, then leaves the state as it was.
+Where the quantized values are signs with a scale per tensor or block, a kernel decodes them in the step itself, so that
+no mean is ever written to memory. Any other mean is decoded first. The next residual errors are kept beside the old
+ones until the step is written: an exchange that fails, or a mean that is not finite, then leaves the state as it was.
 """
 
 from __future__ import annotations

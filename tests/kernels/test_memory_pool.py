@@ -74,6 +74,6 @@ def test_a_kernel_allocates_nothing_in_steady_state():
     error, sent = torch.zeros(1, n), torch.zeros(1, 1)
     seen = set()
     for _ in range(6):
-        error, _, _ = torch.ops.fn.sign_encode_feedback(x, error, sent, valid, [1, n])
+        error, _, _ = torch.ops.fn.sign_encode_feedback(x, error, sent, valid, [1, n], 0)
         seen.add(error.data_ptr())
     assert len(seen) == 2

@@ -57,8 +57,8 @@ def test_two_functions_make_a_whole_device(registered):
 
     registered(kernels.Accelerator("cpu", {"pack_bits": pack, "unpack_bits": unpack}))
     x, valid, runs = torch.randn(2, 20), torch.tensor([[20], [13]]), [1, 20]
-    bits, sums = reference.codes.sign_encode(x, valid, runs)
-    decoded = reference.codes.sign_decode_mean(bits[:, None], sums.float()[:, None], valid, runs)
+    bits, sums = reference.codes.sign_encode(x, valid, runs, 0)
+    decoded = reference.codes.sign_decode_mean(bits[:, None], sums.float()[:, None], valid, runs, 0)
     assert set(calls) == {"pack", "unpack"}
     torch.testing.assert_close(
         decoded, torch.where(x >= 0, sums.float(), -sums.float()) * layout.padding_mask(x, valid, runs)
@@ -119,13 +119,15 @@ def test_a_row_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize(("op", "args", "error", "argument"), [
-    ("sign_encode", (torch.ones(1, 8, dtype=torch.int32), torch.tensor([[8]]), [1, 8]), TypeError, "x"),
-    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8]]), [1, 16]), ValueError, "x"),
-    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8.0]]), [1, 8]), TypeError, "valid"),
-    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8, 8]]), [1, 8]), ValueError, "valid"),
-    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8]], device="meta"), [1, 8]), ValueError, "valid"),
-    ("sign_decode_mean", (torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[8]]), [1, 8]), TypeError, "bits"),
-    ("sign_residual", (torch.ones(1, 8), torch.ones(1, 2), torch.tensor([[8]]), [1, 8]), ValueError, "scales"),
+    ("sign_encode", (torch.ones(1, 8, dtype=torch.int32), torch.tensor([[8]]), [1, 8], 0), TypeError, "x"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8]]), [1, 16], 0), ValueError, "x"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8.0]]), [1, 8], 0), TypeError, "valid"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8, 8]]), [1, 8], 0), ValueError, "valid"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8]], device="meta"), [1, 8], 0), ValueError, "valid"),
+    ("sign_decode_mean", (torch.ones(1, 1, 1), torch.ones(1, 1, 1), torch.tensor([[8]]), [1, 8], 0), TypeError, "bits"),
+    ("sign_residual", (torch.ones(1, 8), torch.ones(1, 2), torch.tensor([[8]]), [1, 8], 0), ValueError, "scales"),
+    ("sign_residual", (torch.ones(1, 16), torch.ones(1, 1), torch.tensor([[16]]), [1, 16], 8), ValueError, "scales"),
+    ("sign_encode", (torch.ones(1, 16), torch.tensor([[16]]), [1, 16], 12), ValueError, "block"),
     ("quantize", (torch.ones(1, 8), torch.tensor([[8]]), [1, 8], 5), ValueError, "width"),
     ("quantize", (torch.ones(1, 7), torch.tensor([[7]]), [1, 7], 4), ValueError, "runs"),
     ("dequantize_mean", (torch.ones(1, 1, 8, dtype=torch.uint8), torch.ones(1, 1, 1), torch.tensor([[8]]), [1, 8], 4),

@@ -78,6 +78,14 @@ def without_tails_of_rows(op):
     return wrong
 
 
+def blocks_forgotten(op):
+    def wrong(*args):
+        *results, sums = REFERENCES[op](*args)
+        return (*results, sums[:, :1].expand(sums.shape).contiguous() if args[-1] else sums)
+
+    return wrong
+
+
 def decayed_first(params, grads, mu, nu, b1, b2, eps, decay, *rest):
     coupled = [g + decay * p.to(g.dtype) for p, g in zip(params, grads, strict=True)]
     return REFERENCES["adamw_"](params, coupled, mu, nu, b1, b2, eps, 0.0, *rest)
@@ -86,6 +94,8 @@ def decayed_first(params, grads, mu, nu, b1, b2, eps, decay, *rest):
 WRONG = {
     "momentum_encode: bits reversed": with_first_bits_reversed("momentum_encode"),
     "momentum_encode: tail": tail_of_the_gradient_is_missed,
+    "momentum_encode: one scale for a segment": blocks_forgotten("momentum_encode"),
+    "sign_residual_: a block too far": with_argument("sign_residual_", 1, lambda scales: scales.roll(1, -1)),
     "momentum_encode: error forgotten": with_argument("momentum_encode", 3, torch.zeros_like),
     "drift: no last step": with_argument("drift", 7, lambda lr: 0.0),
     "drift: moved without a gradient": with_argument("drift", 4, lambda nu: [v + 1e-30 for v in nu]),
@@ -96,9 +106,9 @@ WRONG = {
     "sign_residual_: on a copy": with_argument("sign_residual_", 0, torch.clone),
     "sign_residual_: past the end": past_the_end("sign_residual_", lambda args: args[0]),
     "onebit_adam_: bits reversed": with_argument("onebit_adam_", 3, reversed_bits),
-    "onebit_adam_: no clamp": with_argument("onebit_adam_", 10, lambda limit: math.inf),
-    "onebit_adam_: zeros": with_argument("onebit_adam_", 11, lambda keep: not keep),
-    "onebit_adam_: no copies": with_argument("onebit_adam_", 12, lambda copies: []),
+    "onebit_adam_: no clamp": with_argument("onebit_adam_", 11, lambda limit: math.inf),
+    "onebit_adam_: zeros": with_argument("onebit_adam_", 12, lambda keep: not keep),
+    "onebit_adam_: no copies": with_argument("onebit_adam_", 13, lambda copies: []),
     "onebit_adam_: tail of params": without_the_last("onebit_adam_", [0]),
     "onebit_adam_: past the end of mu": past_the_end("onebit_adam_", lambda args: args[1][0]),
     "adamw_: decay in the gradient": decayed_first,

@@ -13,6 +13,7 @@ from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of
 from fn.collectives.feedback import Counted, Off
 from fn.errors import expected
 from fn.kernels import ops  # noqa: F401  it defines torch.ops.fn
+from fn.kernels.layout import tile
 from fn.kernels.tracing import cached_plan
 
 TIES = ("alternate", "even", "plus")

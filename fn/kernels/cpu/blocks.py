@@ -59,13 +59,13 @@ class Scales(NamedTuple):
     """Where the scales of a row's elements are: of segments, or of blocks of 2**shift elements.
 
     step: elements of a piece, which has one scale. shift: an offset in a segment, shifted so far to the right, is that
-    of its scale; `WHOLE` where a segment has one. starts: (segments,) int64, the first scale of each. count: of a row.
+    of its scale; `WHOLE` where a segment has one. starts: (segments,) int64, the first scale of each. total: of a row.
     """
 
     step: int
     shift: int
     starts: NDArray[np.int64]
-    count: int
+    total: int
 
 
 class BlockTable(NamedTuple):
@@ -162,9 +162,9 @@ def run(
     kept: list[Any] = []  # what the addresses are of; it must live as long as the loop runs
     lengths = 0 if isinstance(valid, int) else _argument(valid.contiguous(), kept)
     nontemporal = int(elements >= LARGER_THAN_CACHE and not over)
-    step, shift, starts, count = (STEP, WHOLE, None, 0) if scales is None else scales
+    step, shift, starts, total_scales = (STEP, WHOLE, None, 0) if scales is None else scales
     places = _argument(starts, kept)
-    grid = Grid(blocks, at.table.ctypes.data, at.segments, lengths, at.n, nontemporal, step, shift, places, count)
+    grid = Grid(blocks, at.table.ctypes.data, at.segments, lengths, at.n, nontemporal, step, shift, places, total_scales)
     values = [_argument(value, kept) for value in args]
 
     def work(low: int, high: int) -> None:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import WHOLE_SEGMENTS, BlockTable, block_table, run
+from fn.kernels.cpu.blocks import STEP, WHOLE_SEGMENTS, BlockTable, block_table, run
 from fn.kernels.cpu.intrinsics import bits_of, floats, ints, magnitude, octets, of_magnitude
-from fn.kernels.cpu.loops import INFINITY, ONE, STEP, ZERO, block_of, compiled, limit, pad, streams, write
+from fn.kernels.cpu.loops import INFINITY, ONE, ZERO, block_of, compiled, limit, pad, streams, write
 from fn.kernels.cpu.signs import messages
 from fn.kernels.cpu.steps import larger_magnitude
 from fn.kernels.memory_pool import empty

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
+from fn.kernels.cpu.blocks import STEP, BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, limit, pad, streams, write
+from fn.kernels.cpu.loops import ZERO, block_of, compiled, limit, pad, streams, write
 from fn.kernels.cpu.signs import sum_of_squares
 from fn.kernels.cpu.steps import extents, larger_magnitude, onebit_piece
 from fn.kernels.layout import plain

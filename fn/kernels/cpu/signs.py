@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fn.kernels import layout
-from fn.kernels.cpu.blocks import WHOLE, add_up, block_table, has_loops_for, run, scales_of
+from fn.kernels.cpu.blocks import STEP, WHOLE, add_up, block_table, has_loops_for, run, scales_of
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
-from fn.kernels.cpu.loops import PREFETCH, STEP, ZERO, block_of, compiled, limit, pad, scale_of, streams, write
+from fn.kernels.cpu.loops import PREFETCH, ZERO, block_of, compiled, limit, pad, scale_of, streams, write
 from fn.kernels.layout import blocks_of, plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import compensated, lerp, residual
@@ -171,9 +171,9 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
 
 
 def encode(
-    rows: int, valid: Tensor, runs: Sequence[int], block: int, error: tuple[Tensor | None, Tensor | None], out: Tensor | None, *,
-    x: Tensor | None = None, averages: tuple[Any, ...] = (None, None, None, None, 0.0),
-    received: tuple[Any, ...] = (None, 0, 0, 0, None),
+    rows: int, valid: Tensor, runs: Sequence[int], block: int, error: tuple[Tensor | None, Tensor | None],
+    out: Tensor | None, *, x: Tensor | None = None,
+    averages: tuple[Any, ...] = (None, None, None, None, 0.0), received: tuple[Any, ...] = (None, 0, 0, 0, None),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the bits and the sums of x, of averages or of the mean of messages, see `encode_blocks`.
 
@@ -181,7 +181,7 @@ def encode(
     """
     at, scales = block_table(runs), scales_of(tuple(runs), block)
     bits = empty((rows, layout.bytes_for(at.n)), torch.uint8, valid.device)
-    squares = torch.empty((rows, scales.count if block else len(at.table)), dtype=torch.float64, device="cpu")
+    squares = torch.empty((rows, scales.total if block else len(at.table)), dtype=torch.float64, device="cpu")
     run(encode_blocks, at, valid, x, averages, received, *error, out, bits, squares, scratch=SCRATCH,
         over=out is x is not None, scales=scales)  # fmt: skip
     return bits, squares if block else add_up(squares, runs)
@@ -201,7 +201,9 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> An
     return encode(x.shape[0], valid, runs, block, (None, None), None, x=found[0])
 
 
-def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> Any:
+def sign_encode_feedback(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int
+) -> Any:
     """See `reference.codes.sign_encode_feedback`."""
     valid, runs, block = _with_loops(valid, runs, block)
     found = _single(x, buffer, sent)
@@ -212,7 +214,9 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
     return (b, *encode(x.shape[0], valid, runs, block, (buffer, sent), b, x=x))
 
 
-def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> Any:
+def sign_encode_feedback_(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int
+) -> Any:
     """See `reference.codes.sign_encode_feedback_`."""
     valid, runs, block = _with_loops(valid, runs, block)
     if not plain((x, buffer, sent)) or not block_table(runs).aligned:
@@ -227,7 +231,8 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int],
     if found is None:
         return NotImplemented
     out = empty(b.shape, torch.float32, b.device)
-    run(residual_blocks, block_table(runs), valid, *found, out, scratch=SCRATCH, scales=scales_of(tuple(runs), block))
+    places = scales_of(tuple(runs), block)
+    run(residual_blocks, block_table(runs), valid, *found, out, scratch=SCRATCH, scales=places)
     return out
 
 
@@ -236,8 +241,8 @@ def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
     valid, runs, block = _with_loops(valid, runs, block)
     if not plain((b, scales)):
         return NotImplemented
-    run(residual_blocks, block_table(runs), valid, b, scales, b, scratch=SCRATCH, over=True,
-        scales=scales_of(tuple(runs), block))  # fmt: skip
+    places = scales_of(tuple(runs), block)
+    run(residual_blocks, block_table(runs), valid, b, scales, b, scratch=SCRATCH, over=True, scales=places)
     return None
 
 
@@ -256,7 +261,9 @@ def divided(scales: Tensor) -> Tensor:
     return scales if scales.shape[1] == 1 else scales * (1.0 / scales.shape[1])
 
 
-def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> Any:
+def sign_serve(
+    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], block: int
+) -> Any:
     """See `reference.codes.sign_serve`."""
     valid, runs, block = _with_loops(valid, runs, block)
     at, found = block_table(runs), _single(divided(scales), buffer, sent)
@@ -274,7 +281,8 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     if found is None or not at.aligned:
         return NotImplemented
     out = empty((bits.shape[0], at.n), torch.float32, bits.device)
-    run(decode_blocks, at, valid, *messages(bits, found[0]), out, scratch=SCRATCH, scales=scales_of(tuple(runs), block))
+    places = scales_of(tuple(runs), block)
+    run(decode_blocks, at, valid, *messages(bits, found[0]), out, scratch=SCRATCH, scales=places)
     return out
 
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, block_table, has_loops_for, run, runs_of_tensors, scales_of
+from fn.kernels.cpu.blocks import STEP, BlockTable, block_table, has_loops_for, run, runs_of_tensors, scales_of
 from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude
-from fn.kernels.cpu.loops import SMALLEST, STEP, ZERO, block_of, compiled, limit, scale_of, streams, write
+from fn.kernels.cpu.loops import SMALLEST, ZERO, block_of, compiled, limit, scale_of, streams, write
 from fn.kernels.cpu.signs import divided, encode, messages, unpack_mean
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty

@@ -96,9 +96,9 @@ def onebit_adam_(
         p <- p - lr (clamp(mu / (sqrt(nu) + eps)) + weight_decay p)
 
     Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, B), valid,
-        runs, block: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. max_step: the direction is `clamped` to it;
-        infinity for no clamp. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params are
-        copied, or none.
+        runs, block: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. max_step: the direction is `clamped`
+        to it; infinity for no clamp. keep_zeros: without it, mu is not masked. copies: S tensors into which the new
+        params are copied, or none.
     """
     means = tensors_of(sign_decode_mean(bits, scales, valid, runs, block), params, runs)
     for p, m, v, x in zip(params, mu, nu, means, strict=True):

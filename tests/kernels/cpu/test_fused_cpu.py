@@ -49,13 +49,13 @@ def test_several_threads_give_the_same_result(monkeypatch):
 
 def test_float64_is_left_to_the_reference():
     x = torch.randn(1, 8, dtype=torch.float64)
-    assert fused.sign_encode(x, torch.tensor([[8]]), [1, 8]) is NotImplemented
+    assert fused.sign_encode(x, torch.tensor([[8]]), [1, 8], 0) is NotImplemented
 
 
 def test_threads_of_torch_are_left_alone():
     before = torch.get_num_threads()
     n = blocks.THREADED
-    torch.ops.fn.sign_encode(torch.ones(1, n), torch.tensor([[n]]), [1, n])
+    torch.ops.fn.sign_encode(torch.ones(1, n), torch.tensor([[n]]), [1, n], 0)
     assert torch.get_num_threads() == before
 
 
