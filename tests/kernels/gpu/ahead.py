@@ -23,7 +23,7 @@ POINTERS = {
     "error_scales": "*fp32", "kept_scales": "*fp32", "peaks": "*fp32", "rates": "*fp32", "scaling": "*fp32",
     "factors": "*fp32",
 }  # fmt: skip
-NUMBERS = ("n", "blocks", "segments", "count", "width", "ranks", "total", "rows", "down", "right")
+NUMBERS = ("n", "blocks", "segments", "per_row", "width", "ranks", "total", "rows", "down", "right")
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
     "FROZEN": False, "COPIES": True, "GROUP": 0,

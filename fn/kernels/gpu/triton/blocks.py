@@ -52,7 +52,7 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 """What kernels on lists read, as Triton calls it."""
 
 ANYTHING = (
-    "n", "blocks", "segments", "count", "width", "ranks", "total", "rows", "down", "right", "bits", "received",
+    "n", "blocks", "segments", "per_row", "width", "ranks", "total", "rows", "down", "right", "bits", "received",
 )  # fmt: skip
 """Arguments that Triton does not compile anew for: by default it does where a number is 1, and where a number or an
 address is a multiple of 16. Of signs, whose bytes are read one by one, the code is the same for all addresses; they
@@ -75,7 +75,7 @@ class Cut(NamedTuple):
     host: the blocks, on the host. table: theirs, on the device. ends: (segments + 1,) int64, where the blocks of each
     segment begin and end, on the device. block: the size of a program's block, a power of two. group: elements of a
     group; 0 where a segment has one scale. firsts: (blocks,) int64, the first scale of each block, on the device.
-    count: scales of a row.
+    per_row: scales of a row.
     """
 
     host: BlockTable
@@ -84,7 +84,7 @@ class Cut(NamedTuple):
     block: int
     group: int
     firsts: Tensor
-    count: int
+    per_row: int
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -101,8 +101,8 @@ class Cut(NamedTuple):
         return self.table, valid.contiguous(), *self.sizes, self.host.segments
 
     def scales(self, valid: Tensor) -> tuple[Any, ...]:
-        """Return what kernels of signs take: table, valid, firsts, n, blocks, segments, count."""
-        return self.table, valid.contiguous(), self.firsts, *self.sizes, self.host.segments, self.count
+        """Return what kernels of signs take: table, valid, firsts, n, blocks, segments, per_row."""
+        return self.table, valid.contiguous(), self.firsts, *self.sizes, self.host.segments, self.per_row
 
 
 def cut(runs: Sequence[int], device: torch.device, block: int = BLOCK, group: int = 0) -> Cut:
@@ -130,7 +130,7 @@ def _cut(runs: tuple[int, ...], device: torch.device, block: int, group: int) ->
     scales = scales_of(runs, group)
     firsts = scales.starts[host.table[:, 2]] + (host.table[:, 3] >> scales.shift)
     table, bounds, places = (torch.from_numpy(x).to(device) for x in (host.table, ends, firsts))
-    return Cut(host, table, bounds, max(16, triton.next_power_of_2(longest)), group, places, scales.count)
+    return Cut(host, table, bounds, max(16, triton.next_power_of_2(longest)), group, places, scales.total)
 
 
 class Addresses(NamedTuple):
@@ -267,7 +267,7 @@ def is_nvidia(device: torch.device) -> bool:
 def outputs(rows: int, row: Cut) -> tuple[Tensor, Tensor]:
     """Return memory for the sign bits of rows, and for the squares of their groups, or else of their blocks."""
     bits = torch.empty((rows, bytes_for(row.host.n)), dtype=torch.uint8, device=row.table.device)
-    columns = row.count if row.group else row.blocks
+    columns = row.per_row if row.group else row.blocks
     return bits, torch.empty((rows, columns), dtype=torch.float64, device=row.table.device)
 
 
@@ -366,13 +366,13 @@ def block_of(table, n, blocks, ALIGNED: tl.constexpr):
 
 
 @jit
-def scales_of_block(firsts, r, s, blocks, segments, count, GROUP: tl.constexpr):
+def scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP: tl.constexpr):
     """Return which scale of a row is the first one of a program's block, and how many a row has."""
     if GROUP:
         first = tl.load(firsts + tl.program_id(0) - r * blocks)
     else:
-        first, count = s, segments
-    return first, count
+        first, per_row = s, segments
+    return first, per_row
 
 
 @jit
@@ -464,10 +464,10 @@ def encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FUL
 
 
 @jit
-def mean_of(bits, scales, width, ranks, count, share, i, length, real, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def mean_of(bits, scales, width, ranks, per_row, share, i, length, real, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Return share times the sum over the ranks of scale * sign, zero behind the real elements.
 
-    bits, scales: of the first rank; those of the next are `width` bytes and `count` numbers on.
+    bits, scales: of the first rank; those of the next are `width` bytes and `per_row` numbers on.
     """
     j, k = tl.arange(0, BLOCK // 8), tl.arange(0, 8)
     total = tl.zeros((BLOCK // 8, 8), tl.float32)
@@ -477,7 +477,7 @@ def mean_of(bits, scales, width, ranks, count, share, i, length, real, GROUP: tl
         decoded = signed(((byte[:, None] >> k[None, :]) & 1) - 1, scale, 0)
         total = tl.where(w == 0, decoded, total + decoded)  # 0 + -0 would be 0, where the reference begins with -0
         bits += width
-        scales += count
+        scales += per_row
     return tl.where(i < real, total, 0.0)
 
 

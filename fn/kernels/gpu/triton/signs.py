@@ -50,13 +50,13 @@ def encode_block(x, buffer, sent, out, bits, squares, length, real, FEEDBACK: tl
 
 
 @kernel
-def encode_kernel(x, buffer, sent, out, bits, squares, table, valid, firsts, n, blocks, segments, count,
+def encode_kernel(x, buffer, sent, out, bits, squares, table, valid, firsts, n, blocks, segments, per_row,
                   FEEDBACK: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """Encode x (R, n), with feedback if so wanted."""
     r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
-    real, own = tl.load(valid + r * segments + s) - offset, r * count + scale
+    scale, per_row = scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP)
+    real, own = tl.load(valid + r * segments + s) - offset, r * per_row + scale
     to, squares = bits + r * ((n + 7) // 8) + first // 8, squares + (own if GROUP else tl.program_id(0))
     block = x + position, buffer + position, sent + own, out + position, to, squares, length, real
     if length == BLOCK:
@@ -66,23 +66,23 @@ def encode_kernel(x, buffer, sent, out, bits, squares, table, valid, firsts, n, 
 
 
 @jit
-def decode_block(bits, scales, width, ranks, count, share, out, length, real, GROUP: tl.constexpr, FULL: tl.constexpr,
+def decode_block(bits, scales, width, ranks, per_row, share, out, length, real, GROUP: tl.constexpr, FULL: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Write the mean."""
     i = octets(BLOCK)
-    store(out, i, mean_of(bits, scales, width, ranks, count, share, i, length, real, GROUP, BLOCK), length, FULL)
+    store(out, i, mean_of(bits, scales, width, ranks, per_row, share, i, length, real, GROUP, BLOCK), length, FULL)
 
 
 @kernel
-def decode_kernel(bits, scales, out, table, valid, firsts, n, blocks, segments, count, width, ranks, share,
+def decode_kernel(bits, scales, out, table, valid, firsts, n, blocks, segments, per_row, width, ranks, share,
                   GROUP: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write share times the sum over the ranks of scale * sign; bits (R, W, .), scales (R, W, B)."""
     r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
+    scale, per_row = scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP)
     real = tl.load(valid + r * segments + s) - offset
     bits += r * ranks * width + first // 8
-    scales += r * ranks * count + scale
-    block = bits, scales, width, ranks, count, share, out + position, length, real
+    scales += r * ranks * per_row + scale
+    block = bits, scales, width, ranks, per_row, share, out + position, length, real
     if length == BLOCK:
         decode_block(*block, GROUP, True, BLOCK)
     else:
@@ -90,25 +90,25 @@ def decode_kernel(bits, scales, out, table, valid, firsts, n, blocks, segments, 
 
 
 @jit
-def serve_block(received, scales, width, ranks, count, share, buffer, sent, out, bits, squares, length, real,
+def serve_block(received, scales, width, ranks, per_row, share, buffer, sent, out, bits, squares, length, real,
                 GROUP: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Encode the mean plus the residual error."""
     i = octets(BLOCK)
-    x = mean_of(received, scales, width, ranks, count, share, i, length, real, GROUP, BLOCK)
+    x = mean_of(received, scales, width, ranks, per_row, share, i, length, real, GROUP, BLOCK)
     encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL, GROUP, BLOCK)
 
 
 @kernel
-def serve_kernel(received, scales, buffer, sent, out, bits, squares, table, valid, firsts, n, blocks, segments, count,
+def serve_kernel(received, scales, buffer, sent, out, bits, squares, table, valid, firsts, n, blocks, segments, per_row,
                  width, ranks, share, GROUP: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Encode the mean of W messages plus a residual error: what is left of a buffer that was sent."""
     r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
-    real, own = tl.load(valid + r * segments + s) - offset, r * count + scale
+    scale, per_row = scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP)
+    real, own = tl.load(valid + r * segments + s) - offset, r * per_row + scale
     received += r * ranks * width + first // 8
-    scales += r * ranks * count + scale
+    scales += r * ranks * per_row + scale
     to, squares = bits + r * ((n + 7) // 8) + first // 8, squares + (own if GROUP else tl.program_id(0))
-    mean = received, scales, width, ranks, count, share
+    mean = received, scales, width, ranks, per_row, share
     block = buffer + position, sent + own, out + position, to, squares, length, real
     if length == BLOCK:
         serve_block(*mean, *block, GROUP, True, BLOCK)
@@ -125,12 +125,12 @@ def residual_block(b, scales, out, length, real, GROUP: tl.constexpr, FULL: tl.c
 
 
 @kernel
-def residual_kernel(b, scales, out, table, valid, firsts, n, blocks, segments, count, GROUP: tl.constexpr,
+def residual_kernel(b, scales, out, table, valid, firsts, n, blocks, segments, per_row, GROUP: tl.constexpr,
                     ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write b - scale sgn b for b (R, n)."""
     r, _, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
-    real, own = tl.load(valid + r * segments + s) - offset, r * count + scale
+    scale, per_row = scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP)
+    real, own = tl.load(valid + r * segments + s) - offset, r * per_row + scale
     if length == BLOCK:
         residual_block(b + position, scales + own, out + position, length, real, GROUP, True, BLOCK)
     else:

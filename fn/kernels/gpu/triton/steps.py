@@ -54,12 +54,12 @@ def averages_block(mu, g, inside, decay, buffer, sent, out, bits, squares, lengt
 
 @kernel
 def encode_averages_kernel(addresses, table, valid, firsts, buffer, sent, out, bits, squares, decay, n, blocks,
-                           segments, count, G: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+                           segments, per_row, G: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
                            BLOCK: tl.constexpr):  # fmt: skip
     """Encode decay * mu + (1 - decay) * grad plus a residual error: what is left of a buffer that was sent."""
     r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
-    own, tensor = r * count + scale, addresses + s * 4
+    scale, per_row = scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP)
+    own, tensor = r * per_row + scale, addresses + s * 4
     start, inside = piece_of(tensor + 2, r, offset, length, ALIGNED)
     mu, g = pointer(tensor, start, tl.float32, ALIGNED), pointer(tensor + 1, start, G, ALIGNED)
     real = tl.load(valid + r * segments + s) - offset
@@ -72,12 +72,12 @@ def encode_averages_kernel(addresses, table, valid, firsts, buffer, sent, out, b
 
 
 @jit
-def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, count, share, descent, length, real,
+def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, per_row, share, descent, length, real,
                  KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, GROUP: tl.constexpr, FULL: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
     """Take the step with the mean momentum."""
     i = octets(BLOCK)
-    m = mean_of(bits, scales, width, ranks, count, share, i, length, real, GROUP, BLOCK)
+    m = mean_of(bits, scales, width, ranks, per_row, share, i, length, real, GROUP, BLOCK)
     v = load(nu, i, inside, FULL)
     if KEEP_ZEROS:
         m = kept_at_zero(m, v, 0.0, 0.0)
@@ -91,7 +91,7 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, count, sha
 
 @kernel
 def onebit_kernel(addresses, table, valid, firsts, bits, scales, eps, weight_decay, lr, max_step, n, blocks,
-                  segments, count, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
+                  segments, per_row, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
                   COPIES: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, if so wanted.
@@ -103,11 +103,11 @@ def onebit_kernel(addresses, table, valid, firsts, bits, scales, eps, weight_dec
     start, inside = piece_of(tensor + 4, r, offset, length, ALIGNED)
     p, mu = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, tl.float32, ALIGNED)
     nu, copy = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, C, ALIGNED)
-    scale, count = scales_of_block(firsts, r, s, blocks, segments, count, GROUP)
+    scale, per_row = scales_of_block(firsts, r, s, blocks, segments, per_row, GROUP)
     real = tl.load(valid + r * segments + s) - offset
     bits += r * ranks * width + first // 8
-    scales += r * ranks * count + scale
-    tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, count, share)
+    scales += r * ranks * per_row + scale
+    tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, per_row, share)
     if inside == BLOCK:
         onebit_block(*tensors, *mean, descent, length, real, KEEP_ZEROS, COPIES, GROUP, True, BLOCK)
     else:
