@@ -289,7 +289,7 @@ def messages(bits: Tensor) -> tuple[Any, ...]:
 
 
 def sums_of(squares: Tensor, row: Cut) -> Tensor:
-    """Return what has a scale each of what `outputs` gave: groups are whole, blocks are added up."""
+    """Return sums of squares, one for each scale: those of blocks are added up for every segment."""
     return squares if row.group else add_up(squares, row)
 
 
