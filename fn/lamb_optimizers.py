@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
+from fn.collectives.codecs.sign import sign
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.optimizers import average_in_codes, warm_up
 from fn.transforms.adam import scale_by_adam
@@ -95,15 +96,16 @@ def onebit_lamb(
     Args:
         lr: a float or a 0-d tensor; start with AdamW's rate times 2, at most 0.03. b1, b2, eps, weight_decay,
             max_coeff, factor_max: as for `scale_by_onebit_lamb`.
-        axis: the ranks that train together. codec, feedback, warmup, servers: as for `onebit_adam`; all tensors have
-            one scale, as in the paper.
+        axis: the ranks that train together. codec: how the momentum is quantized; None is `sign()`, with one scale for
+            all tensors, as in the paper. feedback, warmup, servers: as for `onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
     Differs: mu / (sqrt(nu) + eps) of the compressed phase is clamped to 3.
     """
-    sync = average_in_codes(axis, codec, feedback, "fused", servers)
+    # one scale, which the factors of the tensors assume
+    sync = average_in_codes(axis, sign() if codec is None else codec, feedback, "fused", servers)
     hyper = {"max_coeff": max_coeff, "factor_max": factor_max, "max_step": 3.0}
     link = scale_by_onebit_lamb(b1, b2, eps, weight_decay, sync=sync, **hyper)
     return agreed(skip_nonfinite(chain(warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)

@@ -6,7 +6,7 @@ Adam from the gradient to the wire to the weight, read on in
     fn.transforms.adam              the momentum and the step: `scale_by_onebit_adam`
     fn.transforms.average           the momentum's average in codes, as a link: `compressed_average`
     fn.collectives.compressed       its two halves, with error feedback: a reduce-scatter and an all-gather of codes
-    fn.collectives.codecs.sign      what the codes are: a bit per element and a scale per tensor
+    fn.collectives.codecs.sign      what the codes are: a bit per element and a scale per block or tensor
     fn.collectives.messages         how codes and scales become the bytes that a rank sends
     fn.kernels.rules                the arithmetic of a step, for one element or many
 
@@ -43,8 +43,8 @@ def warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
 def average_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
 ) -> Transform:
-    """Return the compressed average, of signs with `classic` feedback if nothing else is given."""
-    codec, feedback = sign() if codec is None else codec, classic() if feedback is None else feedback
+    """Return the compressed average, of signs in blocks with `classic` feedback if nothing else is given."""
+    codec, feedback = sign(block=64) if codec is None else codec, classic() if feedback is None else feedback
     return compressed_average(axis, codec, feedback, layout=layout, servers=servers)
 
 
@@ -86,7 +86,7 @@ def adamw(
 def onebit_adam(
     lr: float | Tensor = 1e-3,
     b1: float = 0.9,
-    b2: float = 0.999,
+    b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
@@ -95,7 +95,7 @@ def onebit_adam(
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
     servers: bool = True,
-    max_step: float | None = 1.0,
+    max_step: float | None = 3.0,
 ) -> Transform:
     """Train with 1-bit Adam: Adam in the warm-up; then freeze the second moment, and average the momentum as signs.
 
@@ -108,20 +108,26 @@ def onebit_adam(
 
         >>> import fn
         >>> fn.testing.train(fn.onebit_adam(0.1, axis="data"), fn.freeze_after(10))
-        Loss(before=0.944, after=0.06)
+        Loss(before=0.944, after=0.115)
+
+    In 200 steps on two texts it ended 0.00 to 0.04 nats above `adamw` at the same rate, and on small images within
+    0.002 of its accuracy. With b2 = 0.999, one scale per tensor and a clamp of 1 it was 0.19 to 0.47 nats.
 
     In the paper's form a second moment that is frozen before b2 has filled it makes all later steps too large: on two
-    small transformers it ended at 2.76 and 2.94 where this ended at 2.24 and 2.36, and AdamW at 2.20 and 2.29. That
-    form, without a clamp, too, and in another layout of the messages, is this chain:
+    small transformers it ended at 2.76 and 2.94, AdamW at 2.20 and 2.29. That form, without a clamp, too, and in
+    another layout of the messages, is this chain:
 
         >>> mean = fn.compressed_average("data", fn.sign(), layout="per_tensor")
-        >>> moments = fn.scale_by_onebit_adam(sync=mean)
+        >>> moments = fn.scale_by_onebit_adam(b2=0.999, sync=mean)
         >>> tx = fn.chain(fn.average("data"), moments, fn.add_decayed_weights(0.01), fn.scale_by_learning_rate(0.1))
 
     Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate. b1, eps: as for Adam. weight_decay: decoupled.
+        b2: as for Adam, but 0.95: a second moment that is frozen before b2 has filled it makes later steps too large,
+            and 0.999 takes thousands of steps.
         axis: the ranks that train together; `("local", "node")` averages exactly within a node, in codes across them.
-        codec: how the momentum is quantized; None is `sign()`, one bit per element and one scale per tensor.
+        codec: how the momentum is quantized; None is `sign(block=64)`, 1.25 bits a number; `sign()` has one scale per
+            tensor.
         feedback: what becomes of the residual errors; None is `classic()`: they are sent with the next momentum.
             `classic(lazy=True)` is the same in fewer passes over memory.
         warmup: how gradients are quantized in the warm-up, with `damped()` feedback; None is full precision. See
@@ -132,8 +138,8 @@ def onebit_adam(
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
-    Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made. The
-        step of the compressed phase is clamped to `max_step`. Moments are bias-corrected.
+    Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made. Each
+        block of 64 has a scale. The step of the compressed phase is clamped to `max_step`. Moments are bias-corrected.
     """
     sync = average_in_codes(axis, codec, feedback, "flat", servers)
     tx = chain(
@@ -194,7 +200,7 @@ def loco_adamw(
 def sharded_onebit_adam(
     lr: float | Tensor = 1e-3,
     b1: float = 0.9,
-    b2: float = 0.999,
+    b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
@@ -204,7 +210,7 @@ def sharded_onebit_adam(
     gather: Codecs | None = None,
     master: bool | None = None,
     layout: str = "flat",
-    max_step: float | None = 1.0,
+    max_step: float | None = 3.0,
 ) -> Transform:
     """Train with 1-bit Adam over ZeRO-1: divide the frozen second moment and the master params among the ranks.
 
@@ -216,17 +222,18 @@ def sharded_onebit_adam(
 
         >>> import fn
         >>> fn.testing.train(fn.sharded_onebit_adam(0.1, axis="data"), fn.freeze_after(10))
-        Loss(before=0.944, after=0.06)
+        Loss(before=0.944, after=0.115)
 
     Args:
-        lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps: as for Adam. weight_decay: decoupled.
-        axis, codec, feedback, max_step: as for `onebit_adam`. gather, master, layout: as for `sharded`.
+        lr: a float or a 0-d tensor; start with AdamW's rate. b1, eps: as for Adam. weight_decay: decoupled.
+        b2, axis, codec, feedback, max_step: as for `onebit_adam`. gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1; Rajbhandari et al., ZeRO (arXiv 1910.02054).
     Differs: elements that never received a gradient take part in the exchange, where their momentum is not zero; their
-        params do not move. The step of the compressed phase is clamped to `max_step`. Moments are bias-corrected.
+        params do not move. Each block of 64 has a scale. The step of the compressed phase is clamped to `max_step`.
+        Moments are bias-corrected.
     """
     inner = chain(
         # sync does nothing: the shard that it sees is of the mean already
@@ -234,6 +241,6 @@ def sharded_onebit_adam(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
-    codec = sign() if codec is None else codec
+    codec = sign(block=64) if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout, momentum=b1)
     return agreed(skip_nonfinite(tx), axis)
