@@ -1,7 +1,7 @@
 """Take over what a `torch.optim.AdamW` has gathered, so that a run can change its optimizer in the middle.
 
     opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data"),
-                       schedule=fn.freeze_after(1000), lr=1e-3, weight_decay=0.01)
+                       schedule=fn.freeze_after(1000), lr=1e-3, b2=0.999, weight_decay=0.01)
     fn.adapters.from_adamw(adamw, opt)          # the next step is AdamW's next, or the first in codes
 
 Moments are stored bias-corrected here, and are divided by 1 - b^t on the way. A state has one count where torch counts

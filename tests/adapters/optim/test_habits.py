@@ -128,9 +128,9 @@ def test_a_param_group_shows_every_number_that_its_transform_was_made_of():
     p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     groups = [{"params": [p], "name": "head"}, {"params": [q], "betas": (0.8, 0.99), "weight_decay": 0.5}]
     opt = fn.Optimizer(groups, partial(fn.onebit_adam, axis="data", eps=1e-5), lr=0.1)
-    flags = {"servers": True, "max_step": 1.0}
+    flags = {"servers": True, "max_step": 3.0}
     found = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in opt.param_groups]
-    assert found[0] == {"name": "head", "betas": (0.9, 0.999), "eps": 1e-5, "weight_decay": 0.0, **flags}
+    assert found[0] == {"name": "head", "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0, **flags}
     assert found[1] == {"betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.5, **flags}
     assert "weight_decay: 0.5" in repr(opt)
 
