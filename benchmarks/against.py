@@ -86,13 +86,13 @@ def serve() -> None:
 
     torch.set_num_threads(1)
     many, few, tiny = [(316, 316)] * 100 + [(316,)] * 50, [(1000, 1000)] * 10, [(16,)] * 150
-    onebit, diloco = (partial(make, axis="data") for make in (fn.onebit_adam, fn.diloco))
+    diloco, signs = partial(fn.diloco, axis="data"), {"axis": "data", "codec": fn.sign()}
+    onebit, shards = (partial(make, **signs) for make in (fn.onebit_adam, fn.sharded_onebit_adam))  # alike in both
     lazy = partial(onebit, feedback=fn.classic(lazy=True))
     warm_up, compressed, exchange = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Round(0, 0)
     square = [(256, 256)] * 16
-    loco, shards, muon, normuon, votes = (
-        partial(make, axis="data")
-        for make in (fn.loco_adamw, fn.sharded_onebit_adam, fn.muon, fn.normuon, fn.sign_muon)
+    loco, muon, normuon, votes = (
+        partial(make, axis="data") for make in (fn.loco_adamw, fn.muon, fn.normuon, fn.sign_muon)
     )
 
     def int4(lr: Any) -> fn.Transform:

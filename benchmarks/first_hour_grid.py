@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.first_hour_grid --json benchmarks/results/first_hour_grid.json
 
-A cell is `fn.onebit_adam` as it comes but for b2, `sign(block=)` and the share of the run before the freeze; some have
-another `max_step`, too. b2 "rule" needs no schedule: b2_t = min(0.999, 1 - 2 / (t + 1)) in the t-th step of the
+A cell is `fn.onebit_adam` with a b2, a `sign(block=)`, a share of the run before the freeze, and a `max_step`, which
+is 1.0 where no other is named. b2 "rule" needs no schedule: b2_t = min(0.999, 1 - 2 / (t + 1)) in the t-th step of the
 warm-up. The rival is `fn.adamw` as it
 comes, at the same rate and seed, at 0.001 and at AdamW's best rate; its runs are `first_hour`'s. Three tasks: both
 texts and plain digits, each with two batches.
@@ -122,11 +122,11 @@ def by_rule(make: Callable[..., fn.Transform], corrected: bool) -> fn.Transform:
 
 
 def make_cell(cell: Cell, make: Callable[..., fn.Transform], lr: Any, axis: str) -> fn.Transform:
-    """Return a method of `fn` with a cell's b2 and block."""
-    own = partial(make, lr, axis=axis, codec=fn.sign(cell.block))
-    if cell.max_step != 1.0:
+    """Return a method of `fn` with a cell's b2, block and clamp."""
+    own, adam = partial(make, lr, axis=axis, codec=fn.sign(cell.block)), make is not fn.onebit_lamb
+    if adam:  # steps of LAMB have a clamp of their own
         own = partial(own, max_step=cell.max_step)
-    return by_rule(own, corrected=make is not fn.onebit_lamb) if cell.b2 == RULE else own(b2=cell.b2)
+    return by_rule(own, corrected=adam) if cell.b2 == RULE else own(b2=cell.b2)
 
 
 def short(share: float) -> Callable[[int], Schedule]:
@@ -146,7 +146,7 @@ OTHERS = {
 
 def method_of(name: str, cell: Cell) -> tuple[str, Method]:
     """Return a method with a cell's settings, and its name."""
-    cell = cell._replace(max_step=1.0) if name == "onebit_lamb" else cell  # whose steps have another clamp
+    cell = cell._replace(max_step=1.0) if name == "onebit_lamb" else cell  # whose name says nothing of a clamp
     own = first_hour.METHODS[name]._replace(make=partial(make_cell, cell, first_hour.named(name)))
     if (schedule := {MAIN: freeze, **OTHERS}[name]) is None or cell.share is None:
         return cell._replace(share=None).of(name), own

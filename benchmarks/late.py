@@ -59,7 +59,7 @@ def labels(params: list[torch.Tensor]) -> list[str]:
 METHODS: dict[str, Any] = {
     "adamw": fn.adamw,
     "adamw, int4": partial(grid_methods.int4_gradients, eps=1e-8),
-    "onebit_adam": fn.onebit_adam,
+    "onebit_adam": partial(fn.onebit_adam, codec=fn.sign()),
     "muon, int8": partial(fn.muon, codec=fn.int8(), scale="rms_norm", labels=labels),
     "sign_muon": partial(fn.sign_muon, labels=labels),
 }

@@ -105,7 +105,7 @@ def draw_picture(lines: list[list[tuple[int, float]]], args: argparse.Namespace)
     for start, line in enumerate(lines):
         label = "as it was first heard" if start == 0 else "after the trainers' restart"
         axes.plot(*zip(*line, strict=True), "o-", markersize=4, linewidth=4 - 2 * start, label=label)
-    axes.axvline(args.steps // 5, color="grey", linestyle="--", linewidth=1, label="codes of 1 bit from here")
+    axes.axvline(args.steps // 5, color="grey", linestyle="--", linewidth=1, label="codes of 1.25 bits from here")
     axes.axvline(args.steps // 2, color="C3", linestyle=":", label="both trainers are killed")
     axes.set(xlabel="step", ylabel="validation loss (nats per byte)", xlim=(0, args.steps))
     axes.set_title("drawn by a process that was sent no weights")

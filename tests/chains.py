@@ -30,7 +30,7 @@ def onebit_adam(
     lr: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, *, axis: Any,
     warmup: Any = None, bias_correction: bool = True, max_step: float | None = 1.0, **mean: Any,
 ) -> fn.Transform:  # fmt: skip
-    """Return `fn.onebit_adam` in any layout, and in the paper's form without bias correction. mean: as for `coded`."""
+    """Return 1-bit Adam in any layout, with the paper's b2 and codec, or all in its form. mean: as for `coded`."""
     link = fn.scale_by_onebit_adam(
         b1, b2, eps, sync=coded(axis, **mean), bias_correction=bias_correction, max_step=max_step
     )
@@ -51,7 +51,7 @@ def zero_one_adam(
     lr: Rate = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0, *, axis: Any,
     max_step: float | None = 1.0, warmup: Any = None, bias_correction: bool = True, **mean: Any,
 ) -> fn.Transform:  # fmt: skip
-    """Return `fn.zero_one_adam` in any layout, and in the paper's form. mean: as for `coded`."""
+    """Return 0/1 Adam in any layout, with the paper's b2 and codec, or all in its form. mean: as for `coded`."""
     link = fn.scale_by_zero_one_adam(
         lr, b1, b2, eps, weight_decay, sync=coded(axis, **mean), bias_correction=bias_correction, max_step=max_step
     )

@@ -60,7 +60,7 @@ def gradients(t: int, world: int, n: int, dtype: torch.dtype, layout: str) -> to
 
 
 def expected(world: int, n: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    named = {"max_step": 1.0, "bias_correction": True}
+    named = {"block": 64, "max_step": 3.0, "bias_correction": True}
     loop = oracle.OnebitAdam([start(n, dtype, layout).double().numpy()], world, LR, **HYPER, **named)
     for t, phase in enumerate(PHASES):
         g = gradients(t, world, n, dtype, layout).double().numpy()

@@ -277,7 +277,7 @@ def disagree(field: str) -> str:
         "b1": {"b1": 0.8},
         "eps": {"eps": 1e-6},
         "weight_decay": {"weight_decay": 0.1},
-        "codec": {"codec": fn.sign(block=64)},
+        "codec": {"codec": fn.sign(block=128)},
         "servers": {"servers": False},
         "max_step": {"max_step": 2.0},
     }

@@ -1,4 +1,4 @@
-"""What `max_step` does to 1-bit Adam and its relatives: loss and accuracy beside AdamW's, paired by seed.
+"""What `max_step` does to 1-bit Adam and its relatives, with one scale a tensor: loss beside AdamW's, paired by seed.
 
     python -m benchmarks.atlas.max_step --json benchmarks/results/max_step.json
 
@@ -32,7 +32,7 @@ TASKS = {"digits": (4, range(1, 6), 300, (3e-3, 1e-2)), "language model": (8, ra
 """Workers, seeds, steps and learning rates."""
 
 LIMITS = {"onebit_adam": (1.0, 3.0, 10.0, None), "sharded_onebit_adam": (1.0, None), "zero_one_adam": (10.0, 1.0, None)}
-"""By method: the default, others, and none."""
+"""By method; None is no clamp."""
 
 
 def runs() -> Iterator[Run]:

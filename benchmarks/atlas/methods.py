@@ -173,10 +173,14 @@ ADAM_RATE, LAMB_RATE, LION_RATE = 3e-3, 3e-2, 1e-3
 LION = {"weight_decay": 0.3}
 """Its steps are of one size, about three times Adam's, so its rate is lower and its decay higher."""
 
-_onebit = partial(fn.onebit_adam, **ADAM)
+ONE_SCALE = {**ADAM, "codec": fn.sign(), "max_step": 1.0}
+"""Of methods that freeze a second moment, as their rows were measured: one scale a tensor, not one a block of 64."""
+
+_onebit = partial(fn.onebit_adam, **ONE_SCALE)
 _muloco = partial(fn.muloco, labels=labels, weight_decay=0.1, outer_lr=0.9, outer_momentum=0.8)
 _int8_muon = partial(muon, codec=fn.int8())
-_fifth = "a warm-up of 20 %"
+_clamped = "one scale a tensor, max_step 1.0"
+_fifth = f"{_clamped}, a warm-up of 20 %"
 _round = f"H = {H}, a warm-up of 8 %"
 _half = "a warm-up of 50 %"
 
@@ -227,21 +231,21 @@ CORE = {
         "int4, params in int8", "loco_adamw, int4, int8 back",
     ),
     "SDP4Bit": Method("4 or 8 bits", sdp4bit, first(10), ADAM_RATE, "int4 both ways, rotated", "SDP4Bit"),
-    "onebit_adam": Method("signs", _onebit, freeze(0.2), ADAM_RATE, _fifth, "onebit_adam", tasks=ALL),
+    "onebit_adam": Method("signs", _onebit, freeze(0.2), ADAM_RATE, _fifth, "onebit_adam, 1 bit", tasks=ALL),
     "onebit_adam, int8 first": Method(
-        "signs", partial(_onebit, warmup=fn.int8()), freeze(0.2), ADAM_RATE, f"{_fifth} in int8", "onebit_adam",
+        "signs", partial(_onebit, warmup=fn.int8()), freeze(0.2), ADAM_RATE, f"{_fifth} in int8", "onebit_adam, 1 bit",
         warm_up="onebit_adam, int8",
     ),
     "onebit_lamb": Method(
         "signs", partial(fn.onebit_lamb, **LAMB), freeze(0.5), LAMB_RATE, _half, "onebit_lamb"
     ),
     "zero_one_adam": Method(
-        "signs", partial(fn.zero_one_adam, **ADAM), seldom, ADAM_RATE, "frozen after 20 %, up to 4 steps alone",
-        "zero_one_adam", alike=False,
+        "signs", partial(fn.zero_one_adam, **ONE_SCALE), seldom, ADAM_RATE,
+        f"{_clamped}, frozen after 20 %, up to 4 steps alone", "zero_one_adam, 1 bit", alike=False,
     ),
     "sharded_onebit_adam": Method(
-        "signs", partial(fn.sharded_onebit_adam, **ADAM), freeze(0.2), ADAM_RATE, _fifth, "sharded_onebit_adam",
-        more=1.5,
+        "signs", partial(fn.sharded_onebit_adam, **ONE_SCALE), freeze(0.2), ADAM_RATE, _fifth,
+        "sharded_onebit_adam, 1 bit", more=1.5,
     ),
     "local_sgd": Method(
         "local steps", partial(fn.local_sgd, momentum=0.9), rounds(), 0.1, f"momentum 0.9, {_round}",

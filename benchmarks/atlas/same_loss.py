@@ -50,7 +50,7 @@ COMPARED: dict[str, tuple[Method, str, int]] = {
         _muloco._replace(make=partial(_muloco.make, codec=fn.int8()), schedule=rounds(0.0)), "muloco, 2 bits", STEPS
     ),
     "loco_adamw, int4, int8 back": (METHODS["loco_adamw, int8 back"], "loco_adamw, int8 back", STEPS),
-    "onebit_adam": (METHODS["onebit_adam, int8 first"], "onebit_adam, int8 first", STEPS),
+    "onebit_adam, 1 bit": (METHODS["onebit_adam, int8 first"], "onebit_adam, int8 first", STEPS),
 }  # fmt: skip
 """Name in the planner -> the method, the row of the atlas whose tuned rate it takes, and the steps of its run."""
 

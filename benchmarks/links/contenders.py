@@ -190,9 +190,11 @@ def textbook_messages(shapes: Model, ranks: int) -> list[Message]:
     return messages if ranks > 1 else []
 
 
+# One scale a tensor, as the other implementation of 1-bit Adam has it.
 _signs = partial(traffic.codes, codec=sign())
-_lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
-_rare = partial(fn.zero_one_adam, feedback=fn.classic(lazy=True))
+_lazy, _rare = (
+    partial(make, codec=sign(), feedback=fn.classic(lazy=True)) for make in (fn.onebit_adam, fn.zero_one_adam)
+)
 
 NONE = "no communication"
 DDP = "DDP fp32"

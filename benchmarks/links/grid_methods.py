@@ -81,7 +81,7 @@ def rounds(optimizer: Any, planned: str, delay: int = 0, fragments: int = 1) -> 
     return Way(make, planned, delay=delay, fragments=fragments, steps=ROUND, state=36)
 
 
-_lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
+_lazy = partial(fn.onebit_adam, codec=fn.sign(), feedback=fn.classic(lazy=True))
 NONE, DDP = "no communication", "DDP float32"
 WAYS: Mapping[str, Way] = {
     NONE: Way(alone, None),
@@ -89,8 +89,10 @@ WAYS: Mapping[str, Way] = {
     "DDP bf16": Way(partial(exact, hook=half_precision), "bf16 gradients"),
     "int4 gradients": Way(partial(overlapped, int4_gradients), "adamw, int4 gradients", partial(ours, int4_gradients)),
     "fp8 gradients": Way(partial(overlapped, fp8_gradients), "adamw, fp8 gradients", partial(ours, fp8_gradients)),
-    "1-bit Adam": Way(partial(ours, _lazy), "onebit_adam"),
-    "1-bit Adam, overlapped": Way(partial(overlapped, _lazy), "onebit_adam, overlapped", partial(ours, _lazy)),
+    "1-bit Adam": Way(partial(ours, _lazy), "onebit_adam, 1 bit"),
+    "1-bit Adam, overlapped": Way(
+        partial(overlapped, _lazy), "onebit_adam, 1 bit, overlapped", partial(ours, _lazy)
+    ),
     "SDP4Bit": Way(partial(ours, sdp4bit), "SDP4Bit"),
     "PowerSGD, rank 4": Way(partial(ours, fn.powersgd_adamw), "powersgd_adamw, rank 4", state=28),
     "DiLoCo, float32": rounds(fn.diloco, "diloco"),

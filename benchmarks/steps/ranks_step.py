@@ -44,8 +44,8 @@ def fill_gradients(params: list[torch.nn.Parameter], rank: int) -> None:
 
 
 def onebit_adam(params: list[torch.nn.Parameter], lazy: bool = False) -> Step:
-    """Return our step; its compressed phase starts at the third."""
-    make = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
+    """Return our step, with one scale a tensor as the others have it; its compressed phase starts at the third."""
+    make = partial(fn.onebit_adam, axis="data", codec=fn.sign(), feedback=fn.classic(lazy=lazy))
     return fn.Optimizer(params, make, schedule=fn.freeze_after(2), lr=1e-4).step
 
 

@@ -94,8 +94,8 @@ def adamw_by_hand(lr: Any) -> fn.Transform:
 
 def onebit_adam_by_hand(lr: Any) -> fn.Transform:
     """Return the four links of `fn.onebit_adam`."""
-    sync = fn.compressed_average("data", fn.sign())
-    moments = fn.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync, bias_correction=True, max_step=1.0)
+    sync = fn.compressed_average("data", fn.sign(block=64))
+    moments = fn.scale_by_onebit_adam(0.9, 0.95, 1e-8, sync=sync, bias_correction=True, max_step=3.0)
     return fn.chain(fn.average("data"), moments, fn.add_decayed_weights(1e-2), fn.scale_by_learning_rate(lr))
 
 

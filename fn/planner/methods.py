@@ -45,8 +45,8 @@ written, and so are the new one and params."""
 TILE = 64
 """The side of the tiles of `fn.sparse_loco`."""
 
-SIGN, INT4, INT8, FP8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), fp8(), bins(4, 6), e3m0(), ballots()
-ROTATED, COARSE = rotated(int4(128)), int4(2048)
+SIGN, BLOCKS, INT4, INT8, FP8, BINS, E3M0 = sign(), sign(block=64), int4(), int8(), fp8(), bins(4, 6), e3m0()
+BALLOTS, ROTATED, COARSE = ballots(), rotated(int4(128)), int4(2048)
 """The codecs, each made once: what is known of one is found again by the object."""
 
 CALLS = {
@@ -241,7 +241,10 @@ def rows(*, contrib: bool = False, **options: Any) -> list[Row]:
 
 def _core_rows(interval: int, local_steps: int, rank: int | float | None, density: float | None) -> list[Row]:
     codes, low_rank = traffic.codes, traffic.low_rank
-    signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
+    one_bit, signs, direct = (
+        partial(codes, codec=codec, servers=servers)
+        for codec, servers in ((SIGN, True), (BLOCKS, True), (BLOCKS, False))
+    )
     in_bytes = partial(codes, codec=INT8)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
     of_squares = partial(kept_of_sparse_loco, kept=128 if density is None else max(1, round(density * TILE**2)))
@@ -264,11 +267,15 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         Row("onebit_adam, overlapped", signs, coded=32, cut="bucket"),
         Row("onebit_adam, servers=False", direct, coded=without),
         Row("onebit_adam, servers=False, overlapped", direct, coded=without, cut="bucket"),
+        Row("onebit_adam, 1 bit", one_bit, coded=32),
+        Row("onebit_adam, 1 bit, overlapped", one_bit, coded=32, cut="bucket"),
         Row("onebit_adam, int8", in_bytes, coded=36),
-        Row("onebit_lamb", partial(signs, layout="fused"), coded=40),
+        Row("onebit_lamb", partial(one_bit, layout="fused"), coded=40),
         rare("zero_one_adam", signs, coded=32),
         rare("zero_one_adam, servers=False", direct, coded=without),
-        Row("sharded_onebit_adam", partial(traffic.sharded_momentum, codec=SIGN), coded=32),
+        rare("zero_one_adam, 1 bit", one_bit, coded=32),
+        Row("sharded_onebit_adam", partial(traffic.sharded_momentum, codec=BLOCKS), coded=32),
+        Row("sharded_onebit_adam, 1 bit", partial(traffic.sharded_momentum, codec=SIGN), coded=32),
         Row("loco_adamw, int4", partial(traffic.sharded, codec=INT4, gather=traffic.EXACTLY), coded=28),
         Row("loco_adamw, int4, int8 back", partial(traffic.sharded, codec=INT4, gather=INT8), coded=40),
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
@@ -294,7 +301,7 @@ def _core_rows(interval: int, local_steps: int, rank: int | float | None, densit
         round_("diloco, int8, late", in_bytes, coded=36, delay=1.0),
         round_("diloco, e3m0, 4 fragments, delayed", partial(codes, codec=E3M0), coded=36, cut=4, delay=0.05),
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
-        round_("diloco, 1 bit", signs, coded=32),
+        round_("diloco, 1 bit", one_bit, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
     ]  # fmt: skip
     made = [row._replace(calls=CALLS.get(row.name, CALLS.get(row.name.partition(",")[0], (0, 0)))) for row in made]

@@ -39,7 +39,7 @@ PICKS = (
          "labels=fn.labels_of(model), schedule=fn.every(30))", ALONE),
     Pick("loco_adamw, int4, int8 back", "loco_adamw, int4, int8 back", "shards: FSDP2, ZeRO",
          "fn.adapters.fsdp.compress(model, gather=fn.int8())"),
-    Pick("onebit_adam", "onebit_adam", "you leave DeepSpeed",
+    Pick("onebit_adam, 1 bit", "onebit_adam, 1 bit", "you leave DeepSpeed",
          "from fn.adapters.deepspeed import OnebitAdam, OnebitLamb, ZeroOneAdam"),
 )  # fmt: skip
 """In the order in which every page has them."""

@@ -20,12 +20,12 @@ from fn.collectives.axis import Axis, Binding, axis_size, bind
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.fp8 import fp8
 from fn.collectives.codecs.integer import int4, int8
-from fn.collectives.codecs.sign import sign
 from fn.collectives.compressed import compressed_all_reduce
 from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.hierarchy import initial_errors
 from fn.collectives.ledger import ledger
 from fn.errors import expected
+from fn.planner.methods import BLOCKS, SIGN
 from fn.planner.network import Cost, Link, Network
 from fn.planner.units import show_rate, show_seconds
 
@@ -151,13 +151,15 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
 
     Returns: network -> seconds by the `fn.planner.methods.Method.label`.
     """
-    signs = _coding(sign(), classic(), device, repeat)
-    two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
+    one_bit, signs = (_coding(codec, classic(), device, repeat) for codec in (SIGN, BLOCKS))
+    two, four = (_coding(BLOCKS, classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
     floats = _coding(fp8(), off(), device, repeat)
     bytes_, nibbles = _coding(int8(), off(), device, repeat), _coding(int4(), damped(), device, repeat)
-    named = ("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam", "sharded_onebit_adam")
+    named = ("onebit_adam", "zero_one_adam", "sharded_onebit_adam")
     seconds = {
-        **dict.fromkeys((*named, "onebit_adam, late"), signs),
+        **dict.fromkeys((*named, "onebit_adam, overlapped", "onebit_adam, late"), signs),
+        **dict.fromkeys((*(f"{name}, 1 bit" for name in named), "onebit_adam, 1 bit, overlapped"), one_bit),
+        "onebit_lamb": one_bit,
         **dict.fromkeys(("onebit_adam, int8", "adamw, int8 gradients"), bytes_),
         "adamw, fp8 gradients": floats,
         **dict.fromkeys(("loco_adamw, int4", "loco_adamw, int4, int8 back", "adamw, int4 gradients"), nibbles),

@@ -29,11 +29,11 @@ def adamw_by_hand(lr: Any, *, axis: Any = None, front: tuple[fn.Transform, ...] 
 
 
 def onebit_adam_by_hand(lr: Any, *, axis: Any, front: tuple[fn.Transform, ...] = ()) -> fn.Transform:
-    sync = fn.compressed_average(axis, fn.sign())
+    sync = fn.compressed_average(axis, fn.sign(block=64))
     return fn.chain(
         fn.average(axis),
         *front,
-        fn.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync, bias_correction=True, max_step=1.0),
+        fn.scale_by_onebit_adam(0.9, 0.95, 1e-8, sync=sync, bias_correction=True, max_step=3.0),
         fn.add_decayed_weights(0.01),
         fn.scale_by_learning_rate(lr),
     )

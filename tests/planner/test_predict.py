@@ -219,6 +219,7 @@ def test_a_plan_knows_optimizers_by_every_name():
     assert found.of("muloco", "flat").method.parts == found.of("diloco", "flat").method.parts
     assert found.of("dion").method.name == "dion, rank 1/4"
     assert found.of("onebit_adam").method.name == "onebit_adam"
+    assert found.of("onebit_adam, 1 bit").method.name == "onebit_adam, 1 bit"
     for name in fn.__all__:
         if getattr(getattr(fn, name), "__module__", "").endswith("optimizers"):
             assert found.of(name).step > 0.1

@@ -96,11 +96,15 @@ MAKES = {
     "onebit_adam, overlapped": [fn.onebit_adam],
     "onebit_adam, servers=False": [partial(fn.onebit_adam, servers=False)],
     "onebit_adam, servers=False, overlapped": [partial(fn.onebit_adam, servers=False)],
+    "onebit_adam, 1 bit": [partial(fn.onebit_adam, codec=fn.sign())],
+    "onebit_adam, 1 bit, overlapped": [partial(fn.onebit_adam, codec=fn.sign())],
     "onebit_adam, int8": [partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.off())],
     "onebit_lamb": [fn.onebit_lamb],
     "zero_one_adam": [fn.zero_one_adam],
     "zero_one_adam, servers=False": [partial(fn.zero_one_adam, servers=False)],
+    "zero_one_adam, 1 bit": [partial(fn.zero_one_adam, codec=fn.sign())],
     "sharded_onebit_adam": [fn.sharded_onebit_adam],
+    "sharded_onebit_adam, 1 bit": [partial(fn.sharded_onebit_adam, codec=fn.sign())],
     "loco_adamw, int4": [fn.loco_adamw],
     "loco_adamw, int4, int8 back": [partial(fn.loco_adamw, gather=fn.int8(), master=True)],
     "powersgd_adamw, rank 4": [fn.powersgd_adamw],
@@ -425,11 +429,12 @@ def test_chunks_are_those_that_the_bases_cut(shape, tile):
 def test_parts_send_what_the_whole_sends_up_to_padding():
     net = network(8, 8, Cost(1e-6, 1e9))
     found = {m.name: m for m in methods(traffic.model(30_000_000, tensors=150), net)}
-    serial, overlapped = found["onebit_adam"], found["onebit_adam, overlapped"]
-    assert len(overlapped.parts) == 6
-    assert sum(f for f, _ in overlapped.parts) == pytest.approx(1)
-    assert overlapped.size == serial.size
-    assert serial.size == pytest.approx(2 * 7 / 8 * 30e6 / 8, rel=0.01)
+    for name, bits in {"onebit_adam": 1.25, "onebit_adam, 1 bit": 1.0}.items():
+        serial, overlapped = found[name], found[f"{name}, overlapped"]
+        assert len(overlapped.parts) == 6
+        assert sum(f for f, _ in overlapped.parts) == pytest.approx(1)
+        assert overlapped.size == serial.size
+        assert serial.size == pytest.approx(2 * 7 / 8 * 30e6 * bits / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("name", CODECS)

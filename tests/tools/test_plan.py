@@ -109,8 +109,9 @@ def test_the_time_of_a_step_counts_the_warm_up_of_the_runs(tmp_path, capsys):
     found = json.loads((tmp_path / "plan.json").read_text())
     step = {row["method"]: row["step"] for row in reversed(found["predictions"])}  # of the fastest topology
     picks = {pick["name"]: pick for pick in found["recommendation"]["picks"]}
-    data, pick = measured()["methods"]["onebit_adam"], picks["onebit_adam"]
-    whole = data["warm_up"] * step[data["warm_up_as"]] + (1 - data["warm_up"]) * step["onebit_adam"]
+    name = "onebit_adam, 1 bit"
+    data, pick = measured()["methods"][name], picks[name]
+    whole = data["warm_up"] * step[data["warm_up_as"]] + (1 - data["warm_up"]) * step[name]
     assert data["warm_up"] > 0
     assert pick["share"] == pytest.approx(whole / step["adamw"])
 

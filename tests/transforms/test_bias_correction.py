@@ -14,7 +14,7 @@ import fn
 from fn import Phase
 
 STEPS, LR, DECAY = 20, 0.05, 0.1
-EXACT = {"axis": "data", "codec": fn.identity(), "max_step": None}
+EXACT = {"axis": "data", "b2": 0.999, "codec": fn.identity(), "max_step": None}
 W, C, L = Phase.WARMUP, Phase.COMPRESSED, Phase.LOCAL
 MAKES: dict[str, tuple[Callable[..., fn.Transform], Phase, float]] = {
     "onebit_adam": (partial(fn.onebit_adam, **EXACT), C, DECAY),

@@ -284,7 +284,8 @@ def test_a_sharded_second_moment_does_not_decide_when_to_freeze():
 def test_onebit_adam_over_shards_is_onebit_adam(layout, world):
     """In float64 to rounding: the layout changes who updates what, not what the update is."""
     params, hyper = start(torch.float64), {"axis": "data", "layout": layout, "weight_decay": 0.1}
-    whole = World(chains.onebit_adam(0.03, **hyper), params, world)
+    defaults = {"b2": 0.95, "codec": fn.sign(block=64), "max_step": 3.0}
+    whole = World(chains.onebit_adam(0.03, **defaults, **hyper), params, world)
     shards = World(fn.sharded_onebit_adam(0.03, **hyper), params, world)
     for t in range(12):
         phase, g = fn.freeze_after(4)(t), gradients(world, params)
@@ -293,15 +294,14 @@ def test_onebit_adam_over_shards_is_onebit_adam(layout, world):
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
 
 
-def test_onebit_adam_over_shards_divides_the_second_moment_and_sends_two_bits_and_the_updates():
+def test_onebit_adam_over_shards_divides_the_second_moment_and_sends_codes_and_the_updates():
     n, world = 4096, 4
     params = {"w": torch.randn(n, dtype=torch.bfloat16)}
     w, share = World(fn.sharded_onebit_adam(axis="data", gather=fn.int8()), params, world), (world - 1) / world
     w.step(Phase.WARMUP, gradients(world, params))
     with fn.ledger() as sent:
         w.step(Phase.COMPRESSED, gradients(world, params))
-    scales = 4 * (world - 1)
-    assert sent.on("data") == 2 * (n * share / 8 + scales) + n * share * (8 + 32 / 256) / 8
+    assert sent.on("data") == 2 * n * share * (1 + 16 / 64) / 8 + n * share * (8 + 32 / 256) / 8
     inner = w.state.inner
     assert [leaf.shape for leaf in tree.leaves((inner.inner[0].nu, inner.master))] == [(world, n // world)] * 2
     assert [leaf.shape for leaf in tree.leaves(inner.momentum)] == [(n,)]  # the same on every rank

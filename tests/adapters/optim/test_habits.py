@@ -128,9 +128,9 @@ def test_a_param_group_shows_every_number_that_its_transform_was_made_of():
     p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     groups = [{"params": [p], "name": "head"}, {"params": [q], "betas": (0.8, 0.99), "weight_decay": 0.5}]
     opt = fn.Optimizer(groups, partial(fn.onebit_adam, axis="data", eps=1e-5), lr=0.1)
-    flags = {"servers": True, "max_step": 1.0}
+    flags = {"servers": True, "max_step": 3.0}
     found = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in opt.param_groups]
-    assert found[0] == {"name": "head", "betas": (0.9, 0.999), "eps": 1e-5, "weight_decay": 0.0, **flags}
+    assert found[0] == {"name": "head", "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0, **flags}
     assert found[1] == {"betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.5, **flags}
     assert "weight_decay: 0.5" in repr(opt)
 
@@ -283,3 +283,38 @@ def test_what_comes_after_the_freeze_is_shrunk_by_weight_decay_as_the_warning_sa
     for text in said:
         assert "no gradient moves them" in text
         assert "weight decay, if there is any, shrinks them" in text
+
+
+def gone_on(lazy: bool) -> tuple[str, tuple[float, float], bool]:
+    """Load a state of signs with one scale per tensor; return what load said, b2 and clamp, and whether it stepped."""
+    before = {"b2": 0.999, "codec": fn.sign(), "max_step": 1.0}
+    with fn.bind({"data": dist.group.WORLD}):
+        old, new = (
+            fn.Optimizer(
+                [torch.nn.Parameter(torch.linspace(-1, 1, 300))],
+                partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy), **hyper),
+                schedule=fn.freeze_after(2), refuse_averaged=False,
+            )
+            for hyper in (before, {})
+        )  # fmt: skip
+    go_on(old, 0, 4)
+    try:
+        new.load_state_dict(old.state_dict())
+    except ValueError as error:
+        return str(error), (0.0, 0.0), False
+    (group,) = new.param_groups
+    p = group["params"][0]
+    start = p.detach().clone()
+    go_on(new, 4, 6)
+    return "", (group["betas"][1], group["max_step"]), not torch.equal(p, start)
+
+
+@two
+def goes_on_in_blocks() -> list[tuple[str, tuple[float, float], bool]]:
+    return [gone_on(lazy) for lazy in (False, True)]
+
+
+def test_a_state_of_one_scale_per_tensor_goes_on_in_blocks_and_lazy_errors_are_refused_with_the_cure():
+    for loaded, refused in two.answer("goes_on_in_blocks"):
+        assert loaded == ("", (0.999, 1.0), True)
+        assert "errors belong to their number of ranks, codec and feedback: make the optimizer with these" in refused[0]

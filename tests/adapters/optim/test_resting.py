@@ -31,7 +31,7 @@ def adam(lr: Any, weight_decay: float = 0.0) -> fn.Transform:
 ALONE: dict[str, Callable[..., Any]] = {
     "adamw": fn.adamw,
     "adamw, an axis of one rank": partial(fn.adamw, axis="alone"),
-    "onebit_adam": partial(fn.onebit_adam, axis="alone"),
+    "onebit_adam": partial(fn.onebit_adam, axis="alone", b2=0.999),
     "powersgd_adamw": partial(fn.powersgd_adamw, axis="alone"),
     "diloco": partial(fn.diloco, axis="alone"),
     "a chain": adam,
@@ -44,7 +44,7 @@ ALONE: dict[str, Callable[..., Any]] = {
     "loco_adamw, by tensor": partial(fn.loco_adamw, axis="alone", layout="per_tensor"),
     "loco_adamw, end to end": partial(fn.loco_adamw, axis="alone", layout="fused"),
     "loco_adamw, a master": partial(fn.loco_adamw, axis="alone", master=True),
-    "sharded_onebit_adam": partial(fn.sharded_onebit_adam, axis="alone"),
+    "sharded_onebit_adam": partial(fn.sharded_onebit_adam, axis="alone", b2=0.999),
     "owned": lambda **hyper: fn.owned(adam(**hyper), "alone"),
     "muon, the other tensors": partial(
         fn.muon, axis="alone", other_rate=1.0, labels=["hidden", "other", "other"]
@@ -151,7 +151,7 @@ def off_on_all_ranks(
     return after, [int(x) for x in fn.tree.leaves(fn.roles.find(opt.states, "rested")[0])]
 
 
-SHARDED = {"loco_adamw": fn.loco_adamw, "sharded_onebit_adam": fn.sharded_onebit_adam}
+SHARDED = {"loco_adamw": fn.loco_adamw, "sharded_onebit_adam": partial(fn.sharded_onebit_adam, b2=0.999)}
 BOTH = (torch.float32, torch.float64)
 LAYOUTS = (*(("flat", plan) for plan in PLANS), ("fused", "every other step"))
 two = Cases(2)
@@ -312,7 +312,7 @@ def test_real_ranks_take_these_steps_and_go_on_into_the_compressed_phase(name, d
     assert moved[LATE : LATE + 3] == pytest.approx([0.01] * 3, rel=1e-3)
     assert (of_mu, rested) == (LATE + 6, [0, LATE])
     assert of_nu == LATE + (6 if "loco" in name else 3)
-    assert all(0 < x < 0.02 for x in moved[LATE + 3 :])
+    assert all(0 < x < 0.03 for x in moved[LATE + 3 :])  # the clamp would be 0.03
 
 
 # what was saved
