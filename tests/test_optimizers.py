@@ -109,6 +109,30 @@ def test_unused_elements_of_sharded_one_bit_adam_travel_and_do_not_move():
     assert (params[:12] != start[:12]).all()
 
 
+@pytest.mark.parametrize(
+    ("make", "updates"), [(fn.onebit_adam, 0), (fn.sharded_onebit_adam, 256 * 4), (fn.zero_one_adam, 0)]
+)
+def test_each_block_of_64_has_a_scale(make, updates):
+    """512 numbers on two ranks: 32 bytes of signs and four scales of 2 bytes for each of the two servers.
+
+    Differs: fn.optimizers.onebit_adam: Each block of 64 has a scale.
+    Differs: fn.optimizers.sharded_onebit_adam: Each block of 64 has a scale.
+    Differs: fn.zero_one_optimizers.zero_one_adam: each block of 64 has a scale.
+    """
+    tx, params, found = make(axis="data"), [torch.ones(512)], {}
+
+    def two_steps(g):
+        _, state = tx.warmup_update([g], tx.init(params), params)
+        with fn.ledger() as book:
+            tx.compressed_update([g], state, params)
+        found.update(book.sent)
+        return g
+
+    fn.simulate(two_steps, "data", 2)(torch.linspace(1, 9, 512).expand(2, -1))
+    codes = 32 + 4 * 2
+    assert found == {("data", "all_to_all"): codes, ("data", "all_gather"): codes + updates}
+
+
 def after_a_step(make, lr: torch.Tensor) -> torch.Tensor:
     tx, p = make(lr=lr, axis="data"), [torch.ones(3)]
     updates, _ = tx.warmup_update([torch.arange(1.0, 4.0)], tx.init(p), p)

@@ -184,8 +184,8 @@ def scale_by_onebit_adam(
             all later steps too large: by 3 after 100 steps with b2 = 0.999. Where `sync` communicates, k begins for
             each tensor with the first update that is not zero throughout, as with `await_gradient` there.
         max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
-            near 1. A sign code moves an element by the scale of its whole tensor: if its second moment froze near zero,
-            hundreds of times as far. A step whose m is not finite is skipped, not clamped. The momentum and the
+            near 1. A sign code moves an element by the scale of its tensor or block: if its second moment froze near
+            zero, hundreds of times as far. A step whose m is not finite is skipped, not clamped. The momentum and the
             residual errors are not changed.
     Raises: ValueError if b1 or b2 is outside [0, 1), eps is negative or not finite, or max_step is not above zero.
 
