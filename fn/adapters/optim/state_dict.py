@@ -320,7 +320,7 @@ def check_fits(live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
             continue
         fits = x.ndim == mine.ndim if path.startswith("schedule.") else x.shape == mine.shape
         if not fits or x.dtype != mine.dtype:
-            cure = "; errors belong to their number of ranks, codec and feedback: make the optimizer with these"
+            cure = "; errors belong to the number of ranks, the codec and the feedback that they were made for"
             hint = SPLIT if path.startswith("params.") else cure
             theirs, ours = f"{x.dtype} {tuple(x.shape)}", f"{mine.dtype} {tuple(mine.shape)}"
             raise ValueError(f"state_dict: {path!r} is {theirs}, but this has {ours}{hint}")

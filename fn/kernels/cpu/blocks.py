@@ -162,9 +162,9 @@ def run(
     kept: list[Any] = []  # what the addresses are of; it must live as long as the loop runs
     lengths = 0 if isinstance(valid, int) else _argument(valid.contiguous(), kept)
     nontemporal = int(elements >= LARGER_THAN_CACHE and not over)
-    step, shift, starts, total_scales = (STEP, WHOLE, None, 0) if scales is None else scales
-    places = _argument(starts, kept)
-    grid = Grid(blocks, at.table.ctypes.data, at.segments, lengths, at.n, nontemporal, step, shift, places, total_scales)
+    step, shift, starts, per_row = (STEP, WHOLE, None, 0) if scales is None else scales
+    of_row = blocks, at.table.ctypes.data, at.segments, lengths, at.n
+    grid = Grid(*of_row, nontemporal, step, shift, _argument(starts, kept), per_row)
     values = [_argument(value, kept) for value in args]
 
     def work(low: int, high: int) -> None:

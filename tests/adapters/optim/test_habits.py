@@ -317,4 +317,4 @@ def goes_on_in_blocks() -> list[tuple[str, tuple[float, float], bool]]:
 def test_a_state_of_one_scale_per_tensor_goes_on_in_blocks_and_lazy_errors_are_refused_with_the_cure():
     for loaded, refused in two.answer("goes_on_in_blocks"):
         assert loaded == ("", (0.999, 1.0), True)
-        assert "errors belong to their number of ranks, codec and feedback: make the optimizer with these" in refused[0]
+        assert "errors belong to the number of ranks, the codec and the feedback that they were made for" in refused[0]
