@@ -30,7 +30,8 @@ def zero_one_adam(
     """Train with 0/1 Adam: update the variance in some steps, synchronise in codes in some, send nothing in the rest.
 
     Take it where 1.25 bits a number in every step are too many, or to leave DeepSpeed; `diloco` sends less still. In
-    200 steps on two texts, on four ranks, it ended 0.01 to 0.03 nats above `adamw` at the same rate.
+    200 steps on two texts, on four ranks, it ended 0.01 to 0.03 nats above `adamw` at the same rate, in 3.1 times fewer
+    bytes. On plain digits it had AdamW's accuracy, on digits that are moved and noisy up to 0.05 less.
 
         variance step:       mu, nu as Adam's, of the mean gradient;  p <- p - lr (mu / (sqrt(nu) + eps) + wd p)
         local step:          mu <- mu + c (g_r - mu);                 p <- p - lr mu / (sqrt(nu) + eps)
@@ -41,8 +42,8 @@ def zero_one_adam(
         Loss(before=0.944, after=0.145)
 
     `zero_one_schedule()` is for long runs: no step before number 132,678 is local. With `zero_one_schedule(40, 16, 16,
-    4)`, where 104 of those 200 steps are local, it ended 0.10 to 0.17 nats above `adamw`. So in a short run go without
-    local steps, unless bytes count more than loss.
+    4)`, where 104 of those 200 steps are local, it ended 0.10 to 0.17 nats above `adamw`, in 6.5 times fewer bytes. So
+    in a short run go without local steps, unless bytes count more than loss.
 
     In the paper's form, fn.chain(fn.average(axis), fn.scale_by_zero_one_adam(lr, sync=...)), a second moment that is
     frozen early makes all later steps too large: on scikit-learn's digits, frozen at step 30 and with an agreement in

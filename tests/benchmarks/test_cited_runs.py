@@ -128,6 +128,28 @@ def test_zero_one_adam_says_which_schedules_have_no_local_steps_in_a_short_run()
 CITED: tuple[tuple[str, str, int, str], ...] = (
     ("powersgd_adamw", "names", 32, "+0.098"),
     ("powersgd_adamw", "names", 96, "+0.159"),
+    ("onebit_adam", "names", 32, "+0.026"),
+    ("onebit_adam", "names", 96, "+0.038"),
+    ("onebit_adam", "language model", 8, "+0.041"),
+    ("onebit_adam", "language model", 24, "+0.032"),
+    ("onebit_adam", "digits", 64, "+0.000"),
+    ("onebit_adam", "digits", 192, "+0.001"),
+    ("sharded_onebit_adam", "names", 32, "+0.029"),
+    ("sharded_onebit_adam", "names", 96, "+0.039"),
+    ("sharded_onebit_adam", "language model", 8, "+0.041"),
+    ("sharded_onebit_adam", "language model", 24, "+0.032"),
+    ("sharded_onebit_adam", "digits", 64, "+0.000"),
+    ("sharded_onebit_adam", "digits", 192, "+0.001"),
+    ("zero_one_adam", "names", 32, "+0.009"),
+    ("zero_one_adam", "names", 96, "+0.007"),
+    ("zero_one_adam", "language model", 8, "+0.029"),
+    ("zero_one_adam", "language model", 24, "+0.028"),
+    ("zero_one_adam", "digits", 64, "-0.006"),
+    ("zero_one_adam", "digits", 192, "-0.005"),
+    ("onebit_adam", "moved digits", 64, "-0.107"),
+    ("zero_one_adam", "moved digits", 64, "-0.047"),
+    ("zero_one_adam, a short run", "names", 32, "+0.102"),
+    ("zero_one_adam, a short run", "names", 96, "+0.171"),
 )
 """What pages, docstrings and the CHANGELOG say of first hours: (method, task, batch, the worse of two rates)."""
 
