@@ -339,7 +339,8 @@ class FreezeWhenStable:
         (<Phase.WARMUP: 'warmup'>, <Phase.COMPRESSED: 'compressed'>)
 
     Args:
-        b2: the decay of the second moment.
+        b2: it looks back 1 / (1 - b2) steps; the paper takes the decay of the second moment. With the default a freeze
+            comes after 1000 steps at the earliest, with the 0.95 of `onebit_adam` after 20.
         threshold: the ratio in (0, 1] that counts as stable.
         min_steps: never freeze before this many steps: as long as a learning-rate warm-up lasts.
     Raises: ValueError if an argument is out of range.

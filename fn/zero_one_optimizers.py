@@ -58,7 +58,7 @@ def zero_one_adam(
     Raises: ValueError or TypeError that names the argument.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
-    Differs: each block of 64 has a scale. Steps are clamped to `max_step`. Moments are bias-corrected.
+    Differs: Each block of 64 has a scale. Steps are clamped to `max_step`. Moments are bias-corrected.
     """
     sync = average_in_codes(axis, codec, feedback, "flat", servers)
     link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, bias_correction=True, max_step=max_step)

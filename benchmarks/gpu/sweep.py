@@ -88,7 +88,8 @@ CALLS: Mapping[str, Callable[[Options], Callable[[], Any]]] = {
     "onebit_kernel": onebit,
     "encode_averages_kernel": encode_averages,
 }
-ADDS_UP = ("encode_averages_kernel",)
+FIXED = ("encode_averages_kernel",)
+"""Kernels whose blocks are those of all encoders, which are not swept."""
 
 
 def of_kernel(options: Options, name: str) -> Iterator[Row]:
@@ -100,7 +101,7 @@ def of_kernel(options: Options, name: str) -> Iterator[Row]:
     from fn.kernels.gpu.triton import launches
 
     today = launches.LAUNCHES.get(name, launches.Launch())
-    blocks = (today.block,) if name in ADDS_UP else BLOCKS
+    blocks = (today.block,) if name in FIXED else BLOCKS
     others = [launch for launch in fitting(blocks) if launch != today]
     best, share = today, 1.0
     try:

@@ -106,6 +106,6 @@ def headline(result: dict[str, Any]) -> str:
     alone = f"{here[DDP].alone.seconds:.2g}"
     return (
         f"With GPT-2's 124 million and a wait in place of a GPU, a step over {SHOWN} takes {ddp} s under DDP, {half} s "
-        f"in bf16, {four} s with int4 gradients, {one} s with 1-bit Adam behind the backward pass, {late} s with late "
-        f"means of DiLoCo in int8, and {alone} s alone."
+        f"in bf16, {four} s with int4 gradients, {one} s with 1-bit Adam of one scale a tensor behind the backward "
+        f"pass, {late} s with late means of DiLoCo in int8, and {alone} s alone."
     )

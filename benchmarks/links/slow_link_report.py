@@ -97,7 +97,8 @@ def headline(result: dict[str, Any]) -> str:
         seconds = {row["name"]: row["seconds"] for row in found["rows"]}
         as_fast = " as fast as a float32 step of DDP" if not parts else ""
         parts.append(f"{seconds[DDP] / seconds[ONEBIT]:.1f} times{as_fast} at {rate}")
-    return f"1-bit Adam's compressed step was {', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}."
+    times = f"{', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}"
+    return f"1-bit Adam's compressed step, with one scale a tensor, was {times}."
 
 
 def draw(result: dict[str, Any], path: str) -> None:

@@ -70,6 +70,18 @@ def blocks_of(valid: Tensor, runs: Sequence[int], block: int) -> tuple[Tensor, S
     return tile(tuple(widths_of(runs)), valid, block) if block else (valid, runs)
 
 
+@cached_plan
+def plan_of_blocks(valid: Tensor, runs: tuple[int, ...], block: int) -> tuple[Tensor, Sequence[int]]:
+    """Return `blocks_of`, once for an object `valid`: for kernels that take blocks of some sizes as segments."""
+    return blocks_of(valid, runs, block)
+
+
+def count_scales(runs: Sequence[int], block: int) -> int:
+    """Return how many scales a row has."""
+    of_widths = zip(runs[::2], runs[1::2], strict=True)
+    return sum(count * (-(-width // block) if block else 1) for count, width in of_widths)
+
+
 def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
     """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs.
 
@@ -82,7 +94,6 @@ def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, li
     return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
 
 
-@cached_plan
 def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Return per block its segment, its first element there and its length; and the runs."""
     runs: list[int] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fn.errors import expected
-from fn.kernels.layout import bytes_for, row_length
+from fn.kernels.layout import bytes_for, count_scales, row_length
 from fn.kernels.reference import REFERENCES
 from fn.kernels.reference.lists import RESULTS, rule_of
 from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS
@@ -116,8 +116,7 @@ def _check_dtype(key: str, value: Tensor) -> None:
 @lru_cache(maxsize=PLANS)
 def _row_of(runs: tuple[int, ...], block: int) -> tuple[int, int, int]:
     """Return the elements, the segments and the scales of a row."""
-    counts = [count * (-(-width // block) if block else 1) for count, width in zip(runs[::2], runs[1::2], strict=True)]
-    return row_length(runs), sum(runs[::2]), sum(counts)
+    return row_length(runs), sum(runs[::2]), count_scales(runs, block)
 
 
 def _check_lengths(named: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fn.arguments import checked
 from fn.kernels import known_answers
-from fn.kernels.layout import bytes_for
+from fn.kernels.layout import bytes_for, count_scales
 from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import ARGUMENTS, ON_LISTS
 from fn.kernels.table import Accelerator, check_row, register, unregister
@@ -211,7 +211,7 @@ def arguments(
     runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
     segments = sum(runs[::2])
     block = (24 if n < 1000 else 64) if strided else 0
-    per_row = sum(c * (-(-w // block) if block else 1) for c, w in zip(runs[::2], runs[1::2], strict=True))
+    per_row = count_scales(runs, block)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     widths = torch.tensor(
         [w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], dtype=torch.int64, device="cpu"

@@ -12,7 +12,7 @@ from torch import Tensor
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of
 from fn.collectives.codecs.integer import checked_block
 from fn.collectives.feedback import Classic, LazyError
-from fn.kernels.layout import blocks_of, scale_dtype
+from fn.kernels.layout import blocks_of, count_scales, scale_dtype
 from fn.kernels.table import direct
 from fn.kernels.tracing import cached_plan, is_concrete
 
@@ -57,21 +57,23 @@ def sign(block: int | None = None) -> Codec:
 class _Layout(NamedTuple):
     """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S), and the size of blocks.
 
-    scales: the shape of what is sent with them, (K, B). roots: square roots of what each scale counts, at least 1:
-    (K, B), or (1, B) for scales of whole tensors; by dtype.
+    0: a segment has one scale.
     """
 
     rows: int
     valid: Tensor
-    runs: list[int]
+    runs: tuple[int, ...]
     block: int
-    scales: torch.Size
-    roots: dict[torch.dtype, Tensor]
 
     @property
-    def segments(self) -> tuple[Tensor, list[int], int]:
+    def arguments(self) -> tuple[Tensor, tuple[int, ...], int]:
         """Return what kernels take of the rows."""
         return self.valid, self.runs, self.block
+
+    @property
+    def shape_of_scales(self) -> tuple[int, int]:
+        """Return (K, B)."""
+        return self.rows, count_scales(self.runs, self.block)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return x as the kernels' rows."""
@@ -81,22 +83,21 @@ class _Layout(NamedTuple):
 def _sign(block: int | None, segments: Segments | None) -> Codec:
     """Return the codec that `sign` describes. segments: where tensors lie in a row; None: all rows are one tensor's."""
 
-    def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
-        each, _ = blocks_of(valid, runs, block or 0)
-        # (R, B), or (1, S) where a tensor has one scale in all rows
-        counts = each if block is not None else each.sum(0, keepdim=True)
-        # In float64, rounded once: float32 does not hold every count above 2^24.
-        roots = counts.clamp(min=1).double().sqrt()
-        by_dtype = {torch.float64: roots, torch.float32: roots.float()}
-        return _Layout(rows, valid, runs, block or 0, each.shape, by_dtype)
+    @cached_plan
+    def lay_out(rows: int, n: int, device: torch.device, merge: bool = block is None) -> _Layout:
+        widths, valid = segments_of(segments, rows, n, device)
+        if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
+            return _Layout(1, valid.sum(0, keepdim=True), (1, rows * n), block or 0)
+        return _Layout(rows, valid.contiguous(), tuple(Segments(widths, valid).runs), block or 0)
 
     @cached_plan
-    def lay_out(rows: int, n: int, device: torch.device, merge: bool = True) -> _Layout:
-        widths, valid = segments_of(segments, rows, n, device)
-        # one tensor: its rows are one vector, and its norm is taken as of one vector
-        if merge and block is None and len(widths) == 1:
-            return layout_of(1, valid.sum(0, keepdim=True), [1, rows * n])
-        return layout_of(rows, valid.contiguous(), Segments(widths, valid).runs)
+    def roots_of(layout: _Layout, dtype: torch.dtype) -> Tensor:
+        """Return square roots of how much each scale is of, at least 1: (K, B), or (1, S) of whole tensors."""
+        each, _ = blocks_of(*layout.arguments)
+        # (K, S) -> (1, S): a tensor has one scale in all rows
+        counts = each if block is not None else each.sum(0, keepdim=True)
+        # In float64, rounded once: float32 does not hold every count above 2^24.
+        return counts.clamp(min=1).double().sqrt().to(dtype)
 
     def finish(
         rows: int, layout: _Layout, bits: Tensor, sums: Tensor, dtype: torch.dtype
@@ -105,7 +106,7 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
         if block is None and sums.shape[0] > 1:  # a tensor's scale is the same in all rows
             # (R, S) -> (1, S)
             sums = sums.sum(0, keepdim=True)
-        scales = sums.sqrt().to(dtype) / layout.roots[dtype]
+        scales = sums.sqrt().to(dtype) / roots_of(layout, dtype)
         if block is not None:
             sent = scales.bfloat16()  # what is decoded, so a rounding stays in the error
             return SignPayload(sent.reshape(rows, -1), bits.reshape(rows, -1)), sent.to(dtype)
@@ -119,7 +120,7 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
 
     def encode(x: Tensor) -> SignPayload:
         layout = lay_out(x.shape[0], x.shape[1], x.device)
-        bits, sums = torch.ops.fn.sign_encode(layout.rows_of(x), *layout.segments)
+        bits, sums = torch.ops.fn.sign_encode(layout.rows_of(x), *layout.arguments)
         return finish(x.shape[0], layout, bits, sums, scale_dtype(x))[0]
 
     def decode(payload: SignPayload) -> Tensor:
@@ -127,14 +128,14 @@ def _sign(block: int | None, segments: Segments | None) -> Codec:
         layout = lay_out(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
         # (R, ...) -> (R, 1, ...): a mean of one message
         one = payload.bits[:, None], scales_of(payload)[:, None]
-        decoded: Tensor = torch.ops.fn.sign_decode_mean(*one, *layout.segments)
+        decoded: Tensor = torch.ops.fn.sign_decode_mean(*one, *layout.arguments)
         return decoded
 
     def decode_mean(payload: SignPayload) -> Tensor:
         layout = lay_out(1, payload.bits.shape[1] * 8, payload.bits.device)
         scales = scales_of(payload)
         # (W, n / 8) -> (1, W, n / 8), one mean of W messages
-        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], *layout.segments)
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], *layout.arguments)
         return mean[0]
 
     with_feedback = _sign_with_feedback(lay_out, finish, segments, block or 0)
@@ -167,7 +168,7 @@ def _sign_with_feedback(
 
     def init(x: Tensor) -> LazyError:
         buffer = torch.zeros_like(x, dtype=scale_dtype(x))
-        return LazyError(buffer.reshape(-1), buffer.new_zeros(lay_out(*x.shape, x.device).scales))
+        return LazyError(buffer.reshape(-1), buffer.new_zeros(lay_out(*x.shape, x.device).shape_of_scales))
 
     def accepts(x: Tensor, error: Tree) -> bool:
         buffer = error.buffer if isinstance(error, LazyError) else error
@@ -177,7 +178,7 @@ def _sign_with_feedback(
         """Return what was encoded last and its scales; a plain error is a buffer that was sent with scale 0."""
         if isinstance(error, LazyError):
             return layout.rows_of(error.buffer), error.scale
-        return layout.rows_of(error), error.new_zeros(layout.scales)
+        return layout.rows_of(error), error.new_zeros(layout.shape_of_scales)
 
     def finish_both(
         rows: int, layout: _Layout, error: Tree, buffer: Tensor, bits: Tensor, sums: Tensor
@@ -187,14 +188,14 @@ def _sign_with_feedback(
         if isinstance(error, LazyError):
             return payload, LazyError(buffer.reshape(-1), scales)
         if is_concrete(buffer):
-            direct("sign_residual_", buffer, scales, *layout.segments)
+            direct("sign_residual_", buffer, scales, *layout.arguments)
         else:  # a trace may not write over it
-            buffer = torch.ops.fn.sign_residual(buffer, scales, *layout.segments)
+            buffer = torch.ops.fn.sign_residual(buffer, scales, *layout.arguments)
         return payload, buffer.reshape(-1)
 
     def encode(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(*x.shape, x.device)
-        args = layout.rows_of(x), *sent(error, layout), *layout.segments
+        args = layout.rows_of(x), *sent(error, layout), *layout.arguments
         return finish_both(x.shape[0], layout, error, *torch.ops.fn.sign_encode_feedback(*args))
 
     def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
@@ -203,7 +204,7 @@ def _sign_with_feedback(
             return encode(x, error)
         layout = lay_out(*x.shape, x.device)
         buffer = layout.rows_of(x)
-        written = torch.ops.fn.sign_encode_feedback_(buffer, *sent(error, layout), *layout.segments)
+        written = torch.ops.fn.sign_encode_feedback_(buffer, *sent(error, layout), *layout.arguments)
         return finish_both(x.shape[0], layout, error, buffer, *written)
 
     def averages(
@@ -211,14 +212,14 @@ def _sign_with_feedback(
     ) -> tuple[SignPayload, Tree]:
         assert segments is not None
         layout = lay_out(rows, segments.row_length, mu[0].device)
-        args = mu, grads, decay, *sent(error, layout), *layout.segments
+        args = mu, grads, decay, *sent(error, layout), *layout.arguments
         return finish_both(rows, layout, error, *direct("momentum_encode", *args))
 
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
         # (W, n / 8) -> (1, W, n / 8), and scales (W, S) -> (1, W, S)
         buffer, before = sent(error, layout)
-        args = received.bits[None], scales_of(received, before.dtype)[None], buffer, before, *layout.segments
+        args = received.bits[None], scales_of(received, before.dtype)[None], buffer, before, *layout.arguments
         served = direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         return finish_both(1, layout, error, *served)
 
@@ -227,7 +228,7 @@ def _sign_with_feedback(
             plain: Tensor = error
             return plain
         layout = lay_out(rows, error.buffer.shape[0] // rows, error.buffer.device)
-        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), *layout.segments)
+        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), *layout.arguments)
         return residual.reshape(-1)
 
     return Fused(init, accepts, encode, to_plain, serve, averages if segments is not None else None, encode_over, block)

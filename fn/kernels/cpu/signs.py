@@ -14,7 +14,7 @@ from fn.kernels import layout
 from fn.kernels.cpu.blocks import STEP, WHOLE, add_up, block_table, has_loops_for, run, scales_of
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
 from fn.kernels.cpu.loops import PREFETCH, ZERO, block_of, compiled, limit, pad, scale_of, streams, write
-from fn.kernels.layout import blocks_of, plain
+from fn.kernels.layout import plain, plan_of_blocks
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import compensated, lerp, residual
 
@@ -189,7 +189,7 @@ def encode(
 
 def _with_loops(valid: Tensor, runs: Sequence[int], block: int) -> tuple[Tensor, Sequence[int], int]:
     """Return valid, runs and a block that there are loops for: blocks of other sizes are segments."""
-    return (valid, runs, block) if has_loops_for(block) else (*blocks_of(valid, runs, block), 0)
+    return (valid, runs, block) if has_loops_for(block) else (*plan_of_blocks(valid, tuple(runs), block), 0)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int], block: int) -> Any:

@@ -29,7 +29,7 @@ from fn.kernels.cpu.blocks import BlockTable, block_table, runs_of_tensors, scal
 from fn.kernels.devices import pin_memory
 from fn.kernels.gpu.triton.launches import Launch, launch_of
 from fn.kernels.gpu.triton.rules import compensated, signed
-from fn.kernels.layout import alike_in_memory, blocks_of, bytes_for, contiguous, dtypes_of
+from fn.kernels.layout import alike_in_memory, bytes_for, contiguous, dtypes_of, plan_of_blocks
 from fn.kernels.tracing import PLANS, cached_plan
 
 BLOCK = Launch().block
@@ -117,7 +117,7 @@ def fits(group: int, block: int = BLOCK) -> bool:
 
 def grouped(valid: Tensor, runs: Sequence[int], group: int) -> tuple[Tensor, Sequence[int], int]:
     """Return valid, runs and a group that fits: groups of other sizes become segments."""
-    return (valid, runs, group) if fits(group) else (*blocks_of(valid, runs, group), 0)
+    return (valid, runs, group) if fits(group) else (*plan_of_blocks(valid, tuple(runs), group), 0)
 
 
 @lru_cache(maxsize=PLANS)
