@@ -117,7 +117,7 @@ def test_each_block_of_64_has_a_scale(make, updates):
 
     Differs: fn.optimizers.onebit_adam: Each block of 64 has a scale.
     Differs: fn.optimizers.sharded_onebit_adam: Each block of 64 has a scale.
-    Differs: fn.zero_one_optimizers.zero_one_adam: each block of 64 has a scale.
+    Differs: fn.zero_one_optimizers.zero_one_adam: Each block of 64 has a scale.
     """
     tx, params, found = make(axis="data"), [torch.ones(512)], {}
 
